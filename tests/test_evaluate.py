@@ -108,10 +108,8 @@ def test_logits_of_one_batch_are_gone_before_those_of_the_next(whole, tmp_path):
     """Of a vocabulary of 262,144 those of a batch take a gigabyte. Of two models both are there."""
     model, made, alive = tiny_moe("mixtral"), [], []
     model.save_pretrained(tmp_path)
-    runs = [
-        InMemory(model),
-        InMemory(model) if whole else Layerwise(resolve(str(tmp_path)), keep=True),
-    ]
+    other = InMemory(model) if whole else Layerwise(resolve(str(tmp_path)), keep=True)
+    runs = [InMemory(model), other]
 
     def before(_, __):
         alive.append(sum(logits() is not None for logits in made))
@@ -130,9 +128,8 @@ def test_kl_is_the_sum_over_the_vocabulary():
     p, q = torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([[1.0, 0.5, -2.0]])
     a, b = p.softmax(-1)[0].tolist(), q.softmax(-1)[0].tolist()
     wanted = sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
-    assert divergence(p.log_softmax(-1), q.log_softmax(-1)).item() == pytest.approx(
-        wanted, rel=1e-5
-    )
+    found = divergence(p.log_softmax(-1), q.log_softmax(-1)).item()
+    assert found == pytest.approx(wanted, rel=1e-5)
     never = torch.tensor([[0.0, 1.0, -torch.inf]]).log_softmax(-1)
     assert divergence(never, never).item() == 0
 
@@ -334,7 +331,6 @@ def test_a_perplexity_beyond_float_is_a_number_that_json_has():
 
 
 def share(options, out, recipe):
-    """In one of several processes."""
     collect_env.get_pretty_env_info = str  # lm-eval asks pip what is there otherwise
     tasking.task_manager = local_tasks
     join_processes()
@@ -361,9 +357,8 @@ def test_processes_share_the_batches(llama_folder, carved_folder, moe_folder, qu
     for number in range(2):
         assert json.loads((tmp_path / f"out-{number}").read_text()) == wanted
     run_recipe(parse_recipe(asked.replace("OUT", "one")))
-    one, two = (
-        json.loads((tmp_path / n / "moesaic/result.json").read_text()) for n in ("one", "two")
-    )
+    records = (tmp_path / out / "moesaic/result.json" for out in ("one", "two"))
+    one, two = (json.loads(record.read_text()) for record in records)
     assert one["scores"] == two["scores"]
     assert one["scores"]["result"]["tasks"]["few"]["n"] == 5
     assert one["routing"] == two["routing"]
@@ -465,31 +460,16 @@ def test_a_recipe_measures_tasks_and_reports_them(
 ):
     brief = partial(generations, new_tokens=8)
     monkeypatch.setattr("moesaic.metrics.measurement.repeated", brief)
-    settings = moesaic.Evaluation(
-        pages("evaluation"),
-        length=32,
-        max_tokens=320,
-        rounds=0,
-        new_tokens=4,
-        tasks=str(questions),
-        generations=not stream,
-        stream=stream,
-        compare=("static",),
-    )
+    asked = {"data": pages("evaluation"), "length": 32, "max_tokens": 320, "tasks": str(questions)}
+    quick = {"rounds": 0, "new_tokens": 4, "generations": not stream, "compare": ("static",)}
+    settings = moesaic.Evaluation(**asked, **quick, stream=stream)
     text = moesaic.Calibration(pages("calibration"), samples=8, length=32)
     steps = (moesaic.MoREConfig(layers="all"),)
     out = tmp_path / "out"
     record = moesaic.run_recipe(moesaic.Recipe(str(llama_folder), str(out), steps, text, settings))
     scores = record.measured["scores"]
     assert {*scores} == {"original", "result", "static"}
-    alone = moesaic.evaluate(
-        str(out),
-        against=str(llama_folder),
-        data=pages("evaluation"),
-        length=32,
-        max_tokens=320,
-        tasks=str(questions),
-    )
+    alone = moesaic.evaluate(str(out), against=str(llama_folder), **asked)
     for name in ("perplexity", "kl", "top1_agreement", "tasks"):
         assert scores["result"][name] == getattr(alone, name)
     theirs, ours = (scores[name]["tasks"]["few"]["acc_norm"] for name in ("original", "result"))
@@ -533,9 +513,7 @@ def test_anybodys_checkpoint_is_judged(done, refused, llama_folder, tmp_path):
         for name, weight in theirs.named_parameters():
             if "down_proj" in name:
                 weight.mul_(0.5)
-    theirs.save_pretrained(tmp_path / "theirs")
-    for file in llama_folder.glob("tokenizer*"):
-        (tmp_path / "theirs" / file.name).write_bytes(file.read_bytes())
+    stored(theirs, tmp_path / "theirs")
     asked = ["eval", tmp_path / "theirs", "--against", llama_folder, "--max-tokens", 600]
     asked += ["--length", 32, "--baseline", "q8_0", "--data", pages("evaluation")]
     figures = json.loads(done(*asked, "--json"))

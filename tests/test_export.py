@@ -196,9 +196,6 @@ def test_unknown_targets(tmp_path):
         export(str(source.folder), tmp_path / "out", target="mixtral")
 
 
-# --- layers that only lost neurons ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model_type", ["llama", "phi3", "phi", "gemma2"])
 def test_layers_without_petals_stay_in_their_architecture(model_type, tmp_path, tokens):
     layers = {i: carved_layer(width, (), seed=i) for i, width in enumerate((40, 48, 32, 40))}
@@ -211,10 +208,6 @@ def test_layers_without_petals_stay_in_their_architecture(model_type, tmp_path, 
     assert decided.costs["active_neurons"] == [160, 192]
 
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
-          "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
-
-
 # --- mixtures ------------------------------------------------------------------------------------
 
 
@@ -222,16 +215,14 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
 def test_layers_that_lost_different_experts_are_filled_up(model_type, tmp_path, tokens):
     model = tiny_moe(model_type)
     routed = base_arch(model.config).moe_layers(model)
-    layers = {i: CutLayer(torch.arange(8 - n)) for n, i in enumerate(routed, start=2)}
+    left = [6, 5, 4][: len(routed)]
+    layers = {i: CutLayer(torch.arange(n)) for i, n in zip(routed, left, strict=True)}
     source = saved(tmp_path / "pruned", model, layers)
     assert source.config.model_type.startswith("moesaic_")
     decided, found = same_model(source, tmp_path / "native", tokens)
     assert decided.model_type == model_type
     assert found.config.num_local_experts == 6
-    assert decided.costs["experts"] == [
-        sum(8 - n for n in range(2, 2 + len(routed))),
-        6 * len(routed),
-    ]
+    assert decided.costs["experts"] == [sum(left), 6 * len(routed)]
 
 
 def test_what_says_no_number_of_positions_is_compared_too(tmp_path):
@@ -255,10 +246,8 @@ def test_router_groups_are_filled_up_one_by_one(tmp_path, tokens):
 
 
 def test_condensed_layers_get_one_width(tmp_path, tokens):
-    layers = {
-        0: condensed_layer([1], 16, shared=False),
-        2: condensed_layer([3, 4], 32, shared=False),
-    }
+    sizes = {0: ([1], 16), 2: ([3, 4], 32)}
+    layers = {i: condensed_layer(*size, shared=False) for i, size in sizes.items()}
     source = saved(tmp_path / "condensed", tiny_moe("qwen3_moe"), layers)
     assert source.config.model_type == "moesaic_qwen3_moe"
     decided, model = same_model(source, tmp_path / "native", tokens)
@@ -340,6 +329,8 @@ def test_an_export_that_is_not_the_same_is_refused(tmp_path):
 
 # --- engines -------------------------------------------------------------------------------------
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
 LLAMACPP = {
     "four times the hidden size": ("phi", {"intermediate_size": 64}, {"intermediate_size": 128}),
     "norm_topk_prob=False": ("qwen3_moe", {"norm_topk_prob": False}, {"norm_topk_prob": True}),
@@ -504,11 +495,10 @@ def test_layers_that_differ_are_told_as_llamacpp_has_them(tmp_path):
     layers = {1: narrow, 3: CutLayer(top_k=1)}
     config = saved(tmp_path / "out", copy.deepcopy(model), layers).config
     settings = llamacpp.puzzle_settings(config)
-    numbers = ("moe_intermediate_size", "num_experts_per_tok")
-    assert [tuple(block.get(n) for n in numbers) for block in settings["block_configs"]] == [
-        *((None, None), (8, 2), (None, None), (16, 1)),
-    ]
-    assert [b["block_type"] for b in settings["block_configs"]] == kinds
+    blocks, numbers = settings["block_configs"], ("moe_intermediate_size", "num_experts_per_tok")
+    wanted = [(None, None), (8, 2), (None, None), (16, 1)]
+    assert [tuple(block.get(n) for n in numbers) for block in blocks] == wanted
+    assert [block["block_type"] for block in blocks] == kinds
     assert settings["moe_latent_size"] == 0
     shared = replace(narrow, shared_S=torch.arange(16))
     other = saved(tmp_path / "shared", copy.deepcopy(model), {1: shared}).config
@@ -542,21 +532,18 @@ def test_the_converter_is_told_of_layers_that_predict_further_tokens(
     predicting, tmp_path, monkeypatch
 ):
     """Which Qwen's mixtures must have there, unless it is given that there are none."""
-    requests = []
-    monkeypatch.setattr(
-        llamacpp,
-        "run_script",
-        lambda _, request, __: requests.append(json.loads(request)) or "stopped",
-    )
+    script = Mock(return_value="stopped")
+    monkeypatch.setattr(llamacpp, "run_script", script)
     folder = tmp_path / "base"
     tiny_moe("qwen3_moe").save_pretrained(folder)
     if predicting:
         with opened(folder) as tensors:
             tensors["mtp.fc.weight"] = torch.ones(32, 64)
-    with pytest.raises(MoesaicError, match="converter refused base: stopped"):
-        llamacpp.convert(tmp_path / "script.py", folder, tmp_path, tmp_path / "out.gguf", "f32")
     paths = (tmp_path / "script.py", folder, tmp_path, tmp_path / "out.gguf")
-    assert requests == [[*map(str, paths), "f32", predicting, {}]]
+    with pytest.raises(MoesaicError, match="converter refused base: stopped"):
+        llamacpp.convert(*paths, "f32")
+    ((_, request, _), _) = script.call_args
+    assert json.loads(request) == [*map(str, paths), "f32", predicting, {}]
 
 
 def test_an_embedding_that_is_stored_as_the_head_is_refused(tmp_path):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from builders import pages, predicting, quantise, stored, tiny_moe, weights
+from builders import pages, predicting, quantised_experts, stored, tiny_moe, weights
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -93,6 +93,13 @@ def price(kl):
     return Price(np.full((1, 1), kl**0.5))
 
 
+def scored(form, steps, kl_N, loss=0.0, native=True):
+    """A candidate of so many steps, with the KL of each window."""
+    score = {"loss": loss, "kl": sum(kl_N) / len(kl_N), "kl_N": kl_N}
+    size = ResultSize(1, 1, 1, native, exact=True)
+    return Candidate(form, (PruneConfig(keep=4),) * steps, size).with_score(score)
+
+
 def few(*_):
     """Three forms that are quick to make."""
     energy, random = (partial(SlimConfig, score=s, refit=False) for s in ("energy", "random"))
@@ -126,18 +133,16 @@ def test_every_form_can_be_carried_out_and_grows(model, native, request, looking
             assert looking.sizes.of(form.steps(low, careful=True)) == small
 
 
-def in_mxfp4(folder):
-    tiny_moe("gpt_oss", hidden_size=64, intermediate_size=64).save_pretrained(folder)
-    ends = ("experts.down_proj", "experts.gate_up_proj")
-    quantise(folder, Mxfp4Experts({"quant_method": "mxfp4"}), lambda name, _: name.endswith(ends))
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda folder: tiny_moe("glm4_moe").save_pretrained(folder),
         lambda folder: predicting(tiny_moe("glm4_moe", num_nextn_predict_layers=1), folder),
-        in_mxfp4,
+        lambda folder: quantised_experts(
+            tiny_moe("gpt_oss", hidden_size=64, intermediate_size=64),
+            folder,
+            Mxfp4Experts({"quant_method": "mxfp4"}),
+        ),
     ],
     ids=["tables", "MTP layers", "a storage format"],
 )
@@ -146,11 +151,9 @@ def test_bytes_of_results_are_those_that_are_stored(make, tmp_path):
     make(folder := tmp_path / "base")
     (tmp_path / "headers").mkdir()
     sizes = RecipeSizes(recipe_of(tmp_path / "out", str(folder)), tmp_path / "headers")
-    methods = (
-        PruneConfig(keep=6, score="random", refit=False),
-        SlimConfig(keep=0.5, score="random", refit=False),
-    )
-    for steps in ((), *((method,) for method in methods)):
+    drop = PruneConfig(keep=6, score="random", refit=False)
+    thin = SlimConfig(keep=0.5, score="random", refit=False)
+    for steps in ((), (drop,), (thin,)):
         made, text = folder, Tokens(torch.arange(1, 65)[None])
         for step in steps:
             made = tmp_path / step.verb
@@ -175,9 +178,8 @@ def test_fewer_experts_a_token_serve_active_parameters_alone(native, looking):
     pair = known[f"experts a token 2, slim{'' if native else ' uneven, spread'}"]
     both = looking.sizes.of(pair.steps(pair.count // 2))
     assert both.memory < looking.original.bytes
-    assert "experts a token" not in {
-        form.name for form in forms(looking.source, replace(config, memory=1))
-    }
+    others = forms(looking.source, replace(config, memory=1))
+    assert "experts a token" not in {form.name for form in others}
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -186,8 +188,7 @@ WIDE, NARROW = "q8_0", "q2_k"
 
 
 class PlainFiles:
-    """Instead of GGUF files, safetensors folders: a weight has as many bits as its type, and
-    llama.cpp's own file of one type is a tenth larger."""
+    """Instead of GGUF files, safetensors folders; a file of one type is a tenth larger."""
 
     def __init__(self, source, *_):
         whole, self.name = Skeleton(source.config, None), source.name
@@ -200,13 +201,8 @@ class PlainFiles:
         return Layout(tensors, header=0, layers=1)
 
     def prices(self):
-        """Of types."""
-        wide, narrow = (0.0, 0.0), (1.0, 0.1)
-        groups = ("attn 0", "gate-up 0")
-        return {
-            type: dict(zip(groups, map(price, kls), strict=True))
-            for type, kls in ((WIDE, wide), (NARROW, narrow))
-        }
+        wide = {"attn 0": price(0.0), "gate-up 0": price(0.0)}
+        return {WIDE: wide, NARROW: {"attn 0": price(1.0), "gate-up 0": price(0.1)}}
 
     def size(self, built, file):
         return file.memory or round(1.1 * self.layout(built).least([file.type]))
@@ -248,9 +244,8 @@ def test_forms_of_files_are_native_and_of_whole_blocks():
     one = ending(FitConfig(memory=9, types=("f32", WIDE)))
     assert one == ExportArgs(to="gguf", type="f32")
     prune = next(form for form in found if form.name == "prune")
-    assert steps_as_json(prune.steps(2, careful=True)) == [
-        {"prune": {"method": "naee", "keep": 4, "refit": True}}
-    ]
+    wanted = {"prune": {"method": "naee", "keep": 4, "refit": True}}
+    assert steps_as_json(prune.steps(2, careful=True)) == [wanted]
 
 
 def test_a_file_of_types_by_layer_is_as_large_as_the_budget(tmp_path, plain):
@@ -364,8 +359,7 @@ def test_sizes_between_priced_ones_are_candidates_where_types_differ(looking, pl
 
 
 def test_weights_and_bits_share_one_budget(looking, plain):
-    """What steps and types are estimated at adds up; where measuring says otherwise, estimates of
-    the same kind are scaled by that, and the choice is made once more."""
+    """Estimates add up; where measuring says otherwise, it is chosen anew by scaled ones."""
     drop = keeping(*range(2, 9))
     config = FitConfig(memory=9, types=(WIDE, NARROW), confirm=1)
     looking = looking(config, drop)
@@ -433,8 +427,7 @@ def test_a_file_out_of_reach_is_refused_before_anything_is_priced(looking, plain
 
 
 def test_what_cannot_win_is_not_made(looking, plain):
-    """Quantising has a small part of the KL of any other step: only that is made, and what
-    pays is shown."""
+    """Quantising has a small part of the KL of any other step: only that is made, and shown."""
     drop = keeping(4, 6, 8)
     budget = plain.original.layout.least([WIDE]) - 1
     config, shown = FitConfig(memory=budget, types=(WIDE, NARROW)), list[str]()
@@ -529,10 +522,9 @@ def test_alternatives_are_priced_once(model, request, looking, tmp_path, monkeyp
 def test_between_priced_configs_kl_is_interpolated():
     configs = [PruneConfig(keep=n, refit=False) for n in range(2, 12)]
     form = Form(Family("prune", configs, lambda c: c, priced=4))
-    kls = {5: 0.9, 8: 0.3, 11: 0.0}
-    keys = {n: key_of(PruneConfig(keep=n, refit=False)) for n in (2, *kls)}
-    steps = {keys[n]: Price(np.array([[v]])) for n, v in kls.items()}
-    steps[keys[2]] = IMPOSSIBLE
+    prices = {n: Price(np.array([[v]])) for n, v in ((5, 0.9), (8, 0.3), (11, 0.0))}
+    prices[2] = IMPOSSIBLE
+    steps = {key_of(PruneConfig(keep=n, refit=False)): price for n, price in prices.items()}
     found = [Prices({}, steps).of(form, place) for place in range(10)]
     assert found[:3] == [IMPOSSIBLE] * 3
     changes = [float(price.v_KN.item()) for price in found[3:]]
@@ -542,10 +534,7 @@ def test_between_priced_configs_kl_is_interpolated():
 def test_steps_interact_and_estimates_know_their_error():
     """What two steps do to each window is added up; what differs by chance alone is not far."""
     drop = PruneConfig(keep=4, refit=False)
-    first, second = (
-        Family("prune", [drop], lambda c: c),
-        Family("slim", [SlimConfig()], lambda c: c),
-    )
+    first, second = (Family(c.verb, [c], lambda c: c) for c in (drop, SlimConfig()))
     v_KN = np.array([[0.3, -0.2, 0.1, 0.4]])
     steps = {key_of(drop): Price(v_KN), key_of(second.configs[0]): Price(-0.5 * v_KN)}
     prices = Prices({}, steps)
@@ -655,9 +644,8 @@ def test_windows_of_a_file_are_divided(windows, samples, divided, tmp_path):
     looking = Search(recipe, FitConfig(memory=1), tmp_path)
     first, second = looking.texts.both
     assert (len(first.input_ids), len(second.input_ids)) == divided
-    assert len({tuple(row) for row in torch.cat([first.input_ids, second.input_ids]).tolist()}) == (
-        sum(divided)
-    )
+    rows = [*first.input_ids.tolist(), *second.input_ids.tolist()]
+    assert len({*map(tuple, rows)}) == sum(divided)
     drawn = looking.recipe.calibration
     again = calibration_tokens(drawn.source, None, drawn.samples, drawn.length, drawn.seed)
     assert torch.equal(again.input_ids, first.input_ids)
@@ -673,11 +661,9 @@ def test_text_is_divided_and_too_little_is_refused(tmp_path):
     assert second >= 4
     text.write_text(" ".join(str(n) for n in range(60)), "utf-8")
     for samples in (None, 2, 100):  # no number of windows that calibrate would do
-        calibration = replace(recipe.calibration, samples=samples)
+        few = replace(recipe, calibration=replace(recipe.calibration, samples=samples))
         with pytest.raises(MoesaicError, match=r"windows that choose.*Give more text, lower samp"):
-            _ = Search(
-                replace(recipe, calibration=calibration), FitConfig(memory=1), tmp_path
-            ).run()
+            Search(few, FitConfig(memory=1), tmp_path).run()
     text.write_text("1 2 3", "utf-8")
     with pytest.raises(MoesaicError, match=r"^The calibration text fills 0 windows"):
         _ = Search(recipe, FitConfig(memory=1), tmp_path)
@@ -863,10 +849,8 @@ def test_half_of_a_folder_is_never_taken_for_it(tmp_path, monkeypatch):
     monkeypatch.setattr(trials, "convert", lambda *_: SimpleNamespace(write=lambda _: None))
     monkeypatch.setattr(trials, "Source", lambda *_: SimpleNamespace(checkpoint=checkpoint))
     monkeypatch.setattr(trials, "Layerwise", lambda *_: None)
-    candidate = Candidate(
-        "", (PruneConfig(keep=4, score="random"),), ResultSize(1, 1, 1, True, True)
-    )
-    opened = making.open(candidate)
+    steps = (PruneConfig(keep=4, score="random"),)
+    opened = making.open(Candidate("", steps, ResultSize(1, 1, 1, True, True)))
     opened.__enter__()
     assert [*tmp_path.glob("made-*")]
     monkeypatch.setattr(shutil, "rmtree", killed)
@@ -877,8 +861,7 @@ def test_half_of_a_folder_is_never_taken_for_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("confirm", [1, 9])
 def test_what_may_come_out_best_is_measured(confirm, tmp_path, monkeypatch):
-    """Of each form the best; nothing that is estimated at many times the KL of the best, unless
-    what was measured turns the order."""
+    """Of each form the best; nothing of many times the best estimate, unless measuring turns it."""
     estimates = {"a": 1.1, "b": 1.0, "c": 1.2, "d": 9.0}
     every = [form_of(name, [PruneConfig(keep=ord(name))]) for name in estimates]
     seen = []
@@ -912,14 +895,9 @@ def test_what_may_come_out_best_is_measured(confirm, tmp_path, monkeypatch):
     ],
 )
 def test_the_simpler_candidate_is_chosen_unless_it_is_significantly_worse(others, expected):
-    def candidate(form, steps, kl_N, native):
-        score = {"loss": 0.0, "kl": sum(kl_N) / len(kl_N), "kl_N": kl_N}
-        steps_of = (PruneConfig(keep=4),) * steps
-        return Candidate(form, steps_of, ResultSize(1, 1, 1, native, exact=True)).with_score(score)
-
-    one = candidate("one", 1, (1.1, *others), native=True)
-    two = candidate("two", 2, (1.0, *(0.8 for _ in others)), native=True)
-    odd = candidate("odd", 1, two.kl_N, native=False)
+    one = scored("one", 1, (1.1, *others))
+    two = scored("two", 2, (1.0, *(0.8 for _ in others)))
+    odd = scored("odd", 1, two.kl_N, native=False)
     assert simplest([odd, two, one]) == (one if expected == "one" else two)
     assert simplest([]) is None
     assert one.as_json().keys().isdisjoint({"kl_N"})
@@ -927,15 +905,7 @@ def test_the_simpler_candidate_is_chosen_unless_it_is_significantly_worse(others
 
 def test_what_is_plainer_keeps_the_loss(tmp_path):
     """Perplexity may rise further where KL differs by nothing."""
-
-    def candidate(steps, kl, loss):
-        score = {"loss": loss, "kl": kl, "kl_N": (kl - 0.1, kl + 0.1)}
-        steps_of = (PruneConfig(keep=4),) * steps
-        return Candidate("", steps_of, ResultSize(1, 1, 1, native=True, exact=True)).with_score(
-            score
-        )
-
-    one, two = candidate(1, 0.2, 0.3), candidate(2, 0.2, 0.1)
+    one, two = scored("", 1, (0.1, 0.3), loss=0.3), scored("", 2, (0.1, 0.3), loss=0.1)
     for limit, expected in ((None, one), (0.3, one), (0.2, two), (0.05, two)):
         config = FitConfig(memory=9, max_loss=limit)
         looking = Search(recipe_of(tmp_path / "out"), config, tmp_path)
@@ -982,12 +952,9 @@ def test_few_first_steps_are_tried_before_another_and_are_decided_quickly():
     assert [c.keep for c in found["prune"].configs] == [2, 3, 4, 5, 6, 7, 8]
     assert [c.keep for c in found["prune"].first] == [7, 6, 4]
     assert [c.top_k for c in found["experts a token"].first] == [2, 3]
-    for name, quick in (
-        ("prune", "pairwise"),
-        ("slim", "energy"),
-        ("slim uneven, spread", "energy"),
-    ):
-        assert {(c.score, c.refit) for c in found[name].configs} == {(quick, False)}
+    quick = {"prune": "pairwise", "slim": "energy", "slim uneven, spread": "energy"}
+    for name, score in quick.items():
+        assert {(c.score, c.refit) for c in found[name].configs} == {(score, False)}
 
 
 def test_many_layers_are_chosen_in_one_pass_over_the_text():
@@ -1051,10 +1018,8 @@ def test_the_least_size_is_told_before_anything_is_tried_and_works(tmp_path, mon
 
 def test_an_interrupted_search_leaves_the_best_recipe_so_far(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(search, "forms", few)
-    losses = iter([0.3, 0.1])
-    monkeypatch.setattr(
-        search.Search, "prices", Prices({}, {key_of(c): price(0.1) for c in priced_configs(few())})
-    )
+    losses, steps = iter([0.3, 0.1]), {key_of(c): price(0.1) for c in priced_configs(few())}
+    monkeypatch.setattr(Search, "prices", Prices({}, steps))
 
     def measured(_, candidate):
         loss = next(losses, None)
@@ -1074,9 +1039,8 @@ def test_an_interrupted_search_leaves_the_best_recipe_so_far(tmp_path, monkeypat
 def test_mixtures_have_forms_of_two_steps():
     source = resolve("tiny-shared-moe")
     assert isinstance(base_arch(source.config), MoEArch)
-    verbs = {
-        tuple(step.verb for step in form.steps(0)) for form in forms(source, FitConfig(memory=1))
-    }
+    found = forms(source, FitConfig(memory=1))
+    verbs = {tuple(step.verb for step in form.steps(0)) for form in found}
     assert {("prune",), ("slim",), ("condense",), ("prune", "slim"), ("condense", "slim")} == verbs
 
 

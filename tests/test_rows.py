@@ -179,9 +179,8 @@ def test_tools_and_calls_reach_the_template_as_they_are(tools, tokenizer):
 
 def test_the_prompt_ends_where_the_answer_begins(tokenizer):
     """Not where the template's prompt, which may hold more than comes back, ends by its length."""
-    row = {
-        "messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes"}]
-    }
+    turns = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes"}]
+    row = {"messages": turns}
     pair = pair_of(row, talking(tokenizer, KNOWING))
     assert (pair.prompt, pair.answer) == ("<user>Hi.</><assistant>", "Yes</>")
 
@@ -357,9 +356,8 @@ def test_what_ships_has_no_bos(tokenizer):
 
 
 def test_a_bos_that_a_template_wrote_is_not_doubled(tokenizer, begun, tmp_path):
-    talk = [
-        {"messages": [{"role": "user", "content": f"What is {n}? A number."}]} for n in range(9)
-    ]
+    asked = (f"What is {n}? A number." for n in range(9))
+    talk = [{"messages": [{"role": "user", "content": content}]} for content in asked]
     for one in (tokenizer, begun):
         one = copy.deepcopy(one)
         one.chat_template = "<|endoftext|>{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -1,7 +1,4 @@
-"""The one reader of text: rows as the papers read them, splits that never meet, order, masks.
-
-S6 to S10 and C9 name the rows of the list of defects that these tests close.
-"""
+"""The one reader of text: rows, splits, order, masks. S6 to S10 and C9 are defects of a list."""
 
 import copy
 import functools
@@ -285,18 +282,14 @@ def test_damaged_parquet(tmp_path):
 
 
 def test_names_of_text():
-    """And names that are none."""
     assert text_sources("allenai/c4:en") == (TextSource("allenai/c4", "en"),)
-    assert text_sources("a/b::python:train[10%:]") == (
-        TextSource("a/b", "", "python", "train[10%:]"),
-    )
+    (part,) = text_sources("a/b::python:train[10%:]")
+    assert part == TextSource("a/b", "", "python", "train[10%:]")
     mix = text_sources("a/b:c=2,code=1")
     assert mix == (TextSource("a/b", "c", weight=2.0), TextSource("code", weight=1.0))
     given = [{"name": "a/b", "data_dir": "x:y", "weight": 3}, {"name": "prose"}]
-    assert text_sources(json.dumps(given)) == (
-        TextSource("a/b", data_dir="x:y", weight=3.0),
-        TextSource("prose"),
-    )
+    wanted = TextSource("a/b", data_dir="x:y", weight=3.0), TextSource("prose")
+    assert text_sources(json.dumps(given)) == wanted
     assert str(TextSource("a", data_dir="x")) == "a::x"
     long = ",".join(f"{'n' * 40}-{i}.jsonl=1" for i in range(9))  # no file has so long a name
     assert len(text_sources(long)) == 9
@@ -318,9 +311,8 @@ def test_a_recipe_may_give_text_as_a_mapping(tmp_path):
         "evaluation: {data: {name: a/b, config: en, split: 'train[50%:]'}}\n"
     )
     recipe = parse_recipe(text)
-    assert text_sources(recipe.calibration.source) == (
-        TextSource("a/b", "en", split="train[:50%]"),
-    )
+    (source,) = text_sources(recipe.calibration.source)
+    assert source == TextSource("a/b", "en", split="train[:50%]")
     assert [s.weight for s in text_sources(recipe.steps[0].train)] == [2.0, 1.0]
     assert parse_recipe(recipe.to_yaml()) == recipe
     with pytest.raises(MoesaicError, match="known: name, config, data_dir, split, weight"):
@@ -371,11 +363,10 @@ def test_shards_of_a_stream_hold_rows_out_too(folder, monkeypatch):
     name = folder(**shards)
     measured = read(name, "evaluation")
     assert len(measured) == 5
+    rest = sorted({*range(60)} - {*map(int, measured)})
     rows = open_rows(TextSource(name), "calibration")
     for order in (iter(rows), rows.shuffled("0")):
-        assert sorted(int(text_of(row)) for row in order) == sorted(
-            set(range(60)) - {int(text) for text in measured}
-        )
+        assert sorted(int(text_of(row)) for row in order) == rest
 
 
 def test_splits_are_never_guessed(folder):
@@ -504,7 +495,6 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
 
 
 def test_without_a_network_what_is_in_the_cache_is_read(folder):
-    """HF_HUB_OFFLINE is set in tests."""
     read(folder("set", train=numbered(0, 30), test=numbered(30, 40)), "evaluation")
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     there = cache / "owner___set/default/0.0.0"
@@ -564,14 +554,11 @@ def test_a_mix_is_measured_source_by_source(tokenizer, tmp_path):
         assert (part.perplexity, part.tokens) == pytest.approx((found.perplexity, found.tokens))
         logs += math.log(found.perplexity) * found.tokens
     assert together.perplexity == pytest.approx(math.exp(logs / together.tokens))
-    figures = evaluate(
-        model, data="prose=3,code=1", tokenizer=tokenizer, length=16, max_tokens=640
-    ).as_json()
+    asked = {"tokenizer": tokenizer, "length": 16, "max_tokens": 640}
+    figures = evaluate(model, data="prose=3,code=1", **asked).as_json()
     assert figures["sources"]["code"]["tokens"] == 150
-    assert [o.as_json() for o in mix.origins] == [
-        {"source": "prose", "windows": 30},
-        {"source": "code", "windows": 10},
-    ]
+    origins = [{"source": name, "windows": count} for name, count in (("prose", 30), ("code", 10))]
+    assert [origin.as_json() for origin in mix.origins] == origins
 
 
 def test_text_is_measured_by_the_domains_of_its_rows(tokenizer):
@@ -605,10 +592,8 @@ def test_text_is_measured_by_the_domains_of_its_rows(tokenizer):
     assert not evaluation_tokens(rows, tokenizer, 32).parts  # of one row it is not known
 
 
-# --- S8: mixes and whole sets for all verbs ------------------------------------------------------
-
-
 def test_a_large_source_is_drawn_from_all_over(tokenizer, tmp_path, monkeypatch):
+    """S8, of mixes and of whole sets for all verbs."""
     file = rows_file(tmp_path / "a.jsonl", [{"text": f"{i:05d} " * 8} for i in range(2000)])
     everything = calibration_tokens(str(file), tokenizer, 20, 16)
     monkeypatch.setattr(moesaic.data.text, "POOL", 20_000)
@@ -631,10 +616,8 @@ def test_documents_are_windows_of_their_own(tokenizer):
     tokens = calibration_tokens(texts, tokenizer, 3, 8, documents=True)
     assert tokens.input_ids.shape == (3, 8)
     assert tokens.attention_mask is not None
-    found = [
-        tokenizer.decode(ids[mask])
-        for ids, mask in zip(tokens.input_ids, tokens.attention_mask, strict=True)
-    ]
+    windows = zip(tokens.input_ids, tokens.attention_mask, strict=True)
+    found = [tokenizer.decode(ids[mask]) for ids, mask in windows]
     assert sorted(map(len, found))[0] == 1
     assert all(any(text.startswith(part) for text in texts) for part in found)
     assert len(set(found)) == 3
@@ -814,17 +797,14 @@ def test_a_sorted_source_does_not_come_out_sorted(kind, folder, tokenizer, tmp_p
     total = 12_000
     if kind == "file":
         name = str(rows_file(tmp_path / "a.jsonl", numbered(0, total)))
-        shuffled = [
-            text_of(row) for row in open_rows(TextSource(name), "calibration").shuffled("0")
-        ]
+        rows = open_rows(TextSource(name), "calibration")
+        shuffled = [text_of(row) for row in rows.shuffled("0")]
         assert len({*shuffled}) == len(shuffled) == total, "every row comes once a pass"
     else:
-        shards = {
-            f"train-0000{i}-of-00008": numbered(i * total // 8, (i + 1) * total // 8)
-            for i in range(8)
-        }
-        name = folder(**shards, test=numbered(0, 1))
-    if kind == "streamed":
+        each = total // 8
+        shards = [numbered(i * each, (i + 1) * each) for i in range(8)]
+        named = {f"train-0000{i}-of-00008": shard for i, shard in enumerate(shards)}
+        name = folder(**named, test=numbered(0, 1))
         monkeypatch.setattr(reader, "AT_HAND", 0)
         monkeypatch.setattr(reader, "BUFFER", 100)
     stream = PackedText(name, tokenizer, 16, seed=0, buffer=10)
@@ -977,13 +957,9 @@ def test_text_beside_statistics_is_refused_or_read(moe_folder, tmp_path, done, r
 def test_a_text_is_tokenised_once_for_all_tokenizers_of_the_same_rules(monkeypatch):
     first, second, other = (copy.deepcopy(tiny_tokenizer()) for _ in range(3))
     other.add_tokens(["again"])
-    read = []
-    call = type(first).__call__
-    monkeypatch.setattr(
-        type(first),
-        "__call__",
-        lambda self, text, **k: [read.append(text), call(self, text, **k)][1],
-    )
+    read, call = [], type(first).__call__
+    noted = lambda self, text, **k: read.append(text) or call(self, text, **k)  # noqa: E731
+    monkeypatch.setattr(type(first), "__call__", noted)
     texts = ["Once again and again. " * 9]
     ids = windows(texts, first, 8)
     assert torch.equal(windows(texts, second, 8), ids)
