@@ -1,7 +1,4 @@
-"""Exports in llama.cpp itself: the same logits, the same text. Needs $LLAMA_CPP.
-
-``make test-llamacpp`` builds llama-cpp-python from its source package and runs this file.
-"""
+"""Exports in llama.cpp itself: the same logits, the same text. Run by ``make test-llamacpp``."""
 
 import copy
 import ctypes
@@ -74,8 +71,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def vocabularies(tokenizer, tmp_path_factory):
-    """Folders by size: for some architectures llama.cpp's converter wants SentencePiece's own file,
-    for the others a vocabulary that it knows by a hash."""
+    """Folders by size: SentencePiece's own file, and a vocabulary that the converter knows."""
     sentencepiece = pytest.importorskip("sentencepiece")
     folders = {size: tmp_path_factory.mktemp("vocabulary") for size in (PIECES, BPE)}
     sentencepiece.SentencePieceTrainer.train(
@@ -106,9 +102,7 @@ def sentencepiece_in_json(space_first):
     raw.normalizer = (
         normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if space_first else spaces
     )
-    raw.pre_tokenizer = pre_tokenizers.Split(
-        "\u2581", "merged_with_next"
-    )  # of words, to learn alone
+    raw.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")  # to learn alone
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=1024, special_tokens=special, show_progress=False)
     raw.train_from_iterator(TEXT.splitlines(), trainer)
@@ -151,6 +145,27 @@ def test_a_vocabulary_that_llama_cpp_reads_otherwise_is_told(tmp_path, monkeypat
     assert "llama.cpp splits 3 of 34 texts" in caplog.text
 
 
+def ids_of(tokenizer, count=256):
+    return tokenizer(TEXT, return_tensors="pt").input_ids[0, :count]
+
+
+def logits_of(source, ids, dtype=torch.float32):
+    """The logits (T, V) of transformers."""
+    with torch.no_grad():
+        return source.load(dtype=dtype)(ids[None]).logits[0]
+
+
+def logits_in(file, ids):
+    """The logits (T, V) of llama.cpp."""
+    with llamacpp.Engine(file, len(ids) + 64, exact=True) as engine:
+        return engine.logits(ids)
+
+
+def kl(wanted, found):
+    """KL (in nats a token) of logarithms of probabilities."""
+    return (wanted.exp() * (wanted - found)).sum(-1).mean()
+
+
 def parity(file, source, ids):
     """Largest difference of logits, relative to the largest logit, and both sides' next tokens."""
     model = source.load(dtype=torch.float32)
@@ -169,8 +184,7 @@ def test_smollm2_says_the_same(target, carved, tokenizer, tmp_path):
     file = tmp_path / "model.gguf"
     record = export(str(carved), file, to="gguf", target=target)
     assert record["model_type"] == target
-    ids = tokenizer(TEXT, return_tensors="pt").input_ids[0, :256]
-    difference, greedy, wanted = parity(file, resolve(str(carved)), ids)
+    difference, greedy, wanted = parity(file, resolve(str(carved)), ids_of(tokenizer))
     assert difference < 1e-4
     assert greedy == wanted[: len(greedy)]
     assert len(wanted) == 32
@@ -185,11 +199,8 @@ def test_several_petals_say_nearly_the_same(target, tokenizer, tmp_path):
     file = tmp_path / "model.gguf"
     record = export(str(tmp_path / "carved"), file, to="gguf", target=target)
     assert not record["exact"]
-    ids = tokenizer(TEXT, return_tensors="pt").input_ids[0, :256]
-    with torch.no_grad():
-        wanted = resolve(str(tmp_path / "carved")).load(dtype=torch.float32)(ids[None]).logits[0]
-    with llamacpp.Engine(file, 320, exact=True) as engine:
-        found = engine.logits(ids)
+    ids = ids_of(tokenizer)
+    wanted, found = logits_of(resolve(str(tmp_path / "carved")), ids), logits_in(file, ids)
     assert (found - wanted).norm() < NEAR * wanted.norm()
     assert (found.argmax(-1) == wanted.argmax(-1)).float().mean() > 0.93
     losses = [F.cross_entropy(logits[:-1], ids[1:]) for logits in (found, wanted)]
@@ -200,44 +211,40 @@ def test_several_petals_say_nearly_the_same(target, tokenizer, tmp_path):
 def test_narrower_types_agree_as_often_as_bfloat16_does(type, carved, tokenizer, tmp_path):
     file = tmp_path / "model.gguf"
     export(str(carved), file, to="gguf", type=type)
-    ids = tokenizer(TEXT, return_tensors="pt").input_ids[0, :256]
-    source = resolve(str(carved))
-    with torch.no_grad():
-        wanted = source.load(dtype=torch.float32)(ids[None]).logits[0].argmax(-1)
-        own = source.load(dtype=torch.bfloat16)(ids[None]).logits[0].argmax(-1)
-    with llamacpp.Engine(file, 320, exact=True) as engine:
-        found = engine.logits(ids).argmax(-1)
+    source, ids = resolve(str(carved)), ids_of(tokenizer)
+    wanted, own = (logits_of(source, ids, t).argmax(-1) for t in (torch.float32, torch.bfloat16))
+    found = logits_in(file, ids).argmax(-1)
     assert (found == wanted).float().mean() > (own == wanted).float().mean() - 0.05
 
 
 TINY = {
-    "biased attention": ("llama", EQUAL, {"attention_bias": True}, {}),
-    "granite": ("granite", EQUAL, {}, {}),
-    "last half": ("llama", LAST_HALF, {}, {}),
-    "no backbone": ("llama", BARE, {}, {}),
-    "uneven, filled up": ("llama", UNEVEN, {}, {}),
-    "tied": ("llama", EQUAL, {"tie_word_embeddings": True}, {}),
+    "biased attention": ("llama", EQUAL, {"attention_bias": True}),
+    "granite": ("granite", EQUAL, {}),
+    "last half": ("llama", LAST_HALF, {}),
+    "no backbone": ("llama", BARE, {}),
+    "uneven, filled up": ("llama", UNEVEN, {}),
+    "tied": ("llama", EQUAL, {"tie_word_embeddings": True}),
 }
 
 
-def largest_difference(model, layers, vocabularies, place, **options):
+def largest_difference(model, layers, vocabularies, place):
     """Of logits, between a tiny model with these layers and its GGUF."""
     size = model.config.vocab_size
     source = saved(place / "made", model, layers)
     shutil.copytree(vocabularies[size], source.folder, dirs_exist_ok=True)
-    export(str(source.folder), place / "model.gguf", to="gguf", **options)
+    export(str(source.folder), place / "model.gguf", to="gguf")
     ids = torch.randint(3, size, (64,), generator=torch.Generator().manual_seed(0))
     return parity(place / "model.gguf", source, ids)[0]
 
 
 @pytest.mark.parametrize("case", TINY)
 def test_tiny_models_have_the_same_logits(case, vocabularies, tmp_path):
-    model_type, shapes, changes, options = TINY[case]
+    model_type, shapes, changes = TINY[case]
     if model_type == "llama":
         changes = {"mlp_bias": False, **changes}
     model = tiny_model(model_type, vocab_size=BPE, **changes)
     layers = {i: carved_layer(*shape, seed=i) for i, shape in shapes.items()}
-    assert largest_difference(model, layers, vocabularies, tmp_path, **options) < 1e-4
+    assert largest_difference(model, layers, vocabularies, tmp_path) < 1e-4
 
 
 SUPPORTED = {
@@ -275,17 +282,12 @@ def test_layers_of_different_widths_in_narrow_types(asked, uneven, tmp_path):
     record = export(str(uneven), file, to="gguf", **asked)
     assert record["bytes"] <= asked.get("memory", record["bytes"])
     source = resolve(str(uneven))
-    ids = source.tokenizer(TEXT, return_tensors="pt").input_ids[0, :256]
-    with torch.no_grad():
-        wanted, read = (
-            opened.load(dtype=torch.float32)(ids[None]).logits[0].log_softmax(-1)
-            for opened in (source, resolve(str(file)))
-        )
-    with llamacpp.Engine(file, 320, exact=True) as engine:
-        found = engine.logits(ids).log_softmax(-1)
-    for made in (found, read):
-        assert (wanted.exp() * (wanted - made)).sum(-1).mean() < LIMITS["q4_k_m"]
-    assert (read.exp() * (read - found)).sum(-1).mean() < LIMITS["q8_0"]
+    ids = ids_of(source.tokenizer)
+    made = logits_of(source, ids), logits_of(resolve(str(file)), ids), logits_in(file, ids)
+    wanted, read, found = (logits.log_softmax(-1) for logits in made)
+    for narrow in (found, read):
+        assert kl(wanted, narrow) < LIMITS["q4_k_m"]
+    assert kl(read, found) < LIMITS["q8_0"]
 
 
 @pytest.mark.parametrize("predicting", [False, True])
@@ -318,9 +320,8 @@ def test_layers_that_predict_further_tokens_come_along(layer, predicting, tmp_pa
 def test_a_nemotron_whose_layers_differ_has_the_same_logits(tmp_path):
     config = SlimConfig(keep=0.5, allocate="layers", score="energy", refit=False)
     kinds = ["linear_attention", "moe", "full_attention", "moe", "linear_attention", "moe"]
-    small_model("nemotron_h", layers_block_type=kinds, num_hidden_layers=6).save_pretrained(
-        tmp_path / "base"
-    )
+    model = small_model("nemotron_h", layers_block_type=kinds, num_hidden_layers=6)
+    model.save_pretrained(tmp_path / "base")
     ids = torch.randint(3, 384, (8, 32), generator=torch.Generator().manual_seed(0))
     result = verb(config.verb, str(tmp_path / "base"), config, calibration=Tokens(ids))
     result.save(tmp_path / "out")
@@ -341,10 +342,8 @@ def test_a_released_deepseek_v4_is_pruned_as_packed_as_it_was(tmp_path):
     tiny_tokenizer().save_pretrained(folder)
     config = PruneConfig(keep=6, score="aimer", refit=False)
     verb("prune", str(folder), config).save(tmp_path / "out")
-    file, ids = (
-        tmp_path / "model.gguf",
-        torch.randint(3, 384, (32,), generator=torch.Generator().manual_seed(0)),
-    )
+    file = tmp_path / "model.gguf"
+    ids = torch.randint(3, 384, (32,), generator=torch.Generator().manual_seed(0))
     export(str(tmp_path / "out"), file, to="gguf")
     kinds = {t.tensor_type.name for t in GGUFReader(file).tensors if "_exps" in t.name}
     assert kinds == {"MXFP4"}
@@ -403,43 +402,36 @@ def slimmed(tmp_path_factory):
 
 @pytest.mark.parametrize("type", LIMITS)
 def test_a_slimmed_mixture_in_narrow_types(type, slimmed, tmp_path):
-    """Its vocabulary is none that the converter knows, and its experts' rows of 64 are too short
-    for a k-quant's blocks."""
+    """Its vocabulary is none that the converter knows; rows of 64 are too short for k-quants."""
     source = resolve(str(slimmed))
     record = export(str(slimmed), tmp_path / "model.gguf", to="gguf", type=type)
     assert type.removesuffix("_m") in record["types"]
-    ids = source.tokenizer(TEXT, return_tensors="pt").input_ids[0, :256]
-    model = source.load(dtype=torch.float32)
-    with torch.no_grad():
-        wanted = model(ids[None]).logits[0].log_softmax(-1)
+    ids = ids_of(source.tokenizer)
+    wanted = logits_of(source, ids).log_softmax(-1)
     with llamacpp.Engine(tmp_path / "model.gguf", 320, exact=True) as engine:
-        assert engine.tokens(TEXT, 256)[0].tolist() == ids.tolist()
+        assert engine.split(TEXT)[:256] == ids.tolist()
         found = engine.logits(ids).log_softmax(-1)
         said = source.tokenizer.decode(engine.greedy(ids[:24], 24))
-    assert (wanted.exp() * (wanted - found)).sum(-1).mean() < LIMITS[type]
+    assert kl(wanted, found) < LIMITS[type]
     assert len(said.split()) > 5
 
 
 def test_a_text_makes_k_quants_better(tmp_path):
     """SmolLM2 at two bits and a half, with an importance matrix of the text that ships."""
     source = resolve("smollm2")
-    ids = source.tokenizer(TEXT, return_tensors="pt").input_ids[0, :512]
-    losses = {}
+    ids, losses = ids_of(source.tokenizer, 512), {}
     for text in ("", "none"):
         file = tmp_path / f"model-{text}.gguf"
         export("smollm2", file, to="gguf", type="q2_k", calibration=text)
-        with llamacpp.Engine(file, 576, exact=True) as engine:
-            losses[text] = F.cross_entropy(engine.logits(ids)[:-1], ids[1:]).item()
+        losses[text] = F.cross_entropy(logits_in(file, ids)[:-1], ids[1:]).item()
     assert losses[""] < losses["none"]
 
 
 def test_types_by_layer_have_less_kl_than_one_type_of_as_many_bytes(tmp_path):
     """tiny-moe, at what q4_k_m takes, by llama.cpp's own logits."""
     source = resolve("tiny-moe")
-    ids = source.tokenizer(TEXT, return_tensors="pt").input_ids[0, :2048].view(4, 512)
-    model = source.load(dtype=torch.float32)
-    with torch.no_grad():
-        wanted = model(ids).logits.log_softmax(-1)
+    ids = ids_of(source.tokenizer, 2048).view(4, 512)
+    wanted = torch.stack([logits_of(source, row) for row in ids]).log_softmax(-1)
     one = export("tiny-moe", tmp_path / "one.gguf", to="gguf", type="q4_k_m")
     asked = {"memory": one["bytes"], "among": ("q6_k", "q5_k_m", "q4_k_m", "q3_k_m")}
     many = export("tiny-moe", tmp_path / "many.gguf", to="gguf", **asked)
@@ -447,9 +439,8 @@ def test_types_by_layer_have_less_kl_than_one_type_of_as_many_bytes(tmp_path):
     assert (tmp_path / "many.gguf").stat().st_size == many["bytes"] <= one["bytes"]
     losses = []
     for name in ("one.gguf", "many.gguf"):
-        with llamacpp.Engine(tmp_path / name, 520, exact=True) as engine:
-            found = torch.stack([engine.logits(row) for row in ids]).log_softmax(-1)
-        losses.append((wanted.exp() * (wanted - found)).sum(-1).mean().item())
+        found = torch.stack([logits_in(tmp_path / name, row) for row in ids]).log_softmax(-1)
+        losses.append(kl(wanted, found).item())
     assert losses[1] < 0.9 * losses[0]
 
 
@@ -473,23 +464,15 @@ def test_a_chat_in_llamacpp_is_that_of_transformers(tokenizer, tmp_path):
 
 def test_fit_makes_the_file_that_it_told(tmp_path):
     """Bytes within the budget; what is chosen runs in llama.cpp as it was measured."""
-    recipe = Recipe(
-        "tiny-moe",
-        str(tmp_path / "out"),
-        (),
-        Calibration(samples=8, length=128),
-        Evaluation(max_tokens=1024, rounds=0),
-    )
+    texts = Calibration(samples=8, length=128), Evaluation(max_tokens=1024, rounds=0)
+    recipe = Recipe("tiny-moe", str(tmp_path / "out"), (), *texts)
     config = FitConfig(memory=3_600_000, types=("q8_0", "q4_k_m"), windows=4, confirm=1)
     record = fit(recipe, config)
     made = record.measured["gguf"]
     file = tmp_path / "out" / made["file"]
     assert file.stat().st_size == made["bytes"] <= 3_600_000
     tokens = evaluation_tokens("", resolve("tiny-moe").tokenizer, 512, 1024)
-    losses = []
-    with llamacpp.Engine(file, 520, exact=True) as engine:
-        for ids in tokens.input_ids:
-            losses.append(F.cross_entropy(engine.logits(ids)[:-1], ids[1:]))
+    losses = [F.cross_entropy(logits_in(file, ids)[:-1], ids[1:]) for ids in tokens.input_ids]
     assert torch.stack(losses).mean().exp().item() == pytest.approx(made["perplexity"], rel=5e-3)
 
 
