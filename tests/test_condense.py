@@ -13,17 +13,7 @@ from moesaic import CondenseConfig, MoesaicError, Plan, Tokens
 from moesaic.api import condense
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEFFN
-from moesaic.methods.condense.search import (
-    ExpertSearch,
-    LayerSearch,
-    js,
-    kl,
-    legs,
-    pl_alpha_hill,
-    ranked_experts,
-    tail_exponent,
-    weight_scores,
-)
+from moesaic.methods.condense import search
 from moesaic.plans.condensed import CondensedLayer
 from moesaic.sizes import weight_bytes
 from moesaic.surgery import converted_copy
@@ -46,7 +36,8 @@ def searched(model, tokens, **options):
         hidden, kwargs = stream.record()
         for block in stream.blocks(kwargs):
             if arch.is_moe(block.layer):
-                found[block.index] = ExpertSearch(config, stream, arch, block, hidden).decide()
+                experts = search.ExpertSearch(config, stream, arch, block, hidden)
+                found[block.index] = experts.decide()
             block.run(hidden)
     return {i: f[0] for i, f in found.items()}, {i: f[1] for i, f in found.items()}
 
@@ -101,9 +92,9 @@ def test_alpha_is_that_of_the_nearest_power_law(seed):
     weight = torch.randn(60, 80, generator=generator, dtype=torch.float64)
     weight *= torch.linspace(-1, 1, 60).exp()[:, None]
     value = torch.linalg.svdvals(weight.float()).square().flip(0).double()
-    assert pl_alpha_hill(weight) == pytest.approx(fitted(value.tolist()), rel=1e-9)
+    assert search.pl_alpha_hill(weight) == pytest.approx(fitted(value.tolist()), rel=1e-9)
     planted = torch.rand(4000, generator=generator, dtype=torch.float64) ** (-1 / 1.5)
-    assert tail_exponent(planted.sort().values) == pytest.approx(2.5, abs=0.15)
+    assert search.tail_exponent(planted.sort().values) == pytest.approx(2.5, abs=0.15)
 
 
 def test_an_expert_that_no_token_chose_is_left_out(tokens):
@@ -126,9 +117,9 @@ def test_an_expert_that_no_token_chose_is_left_out(tokens):
 def test_cached_search_is_the_search_by_full_forwards(model_type, metric, padded, monkeypatch):
     """K = 2; its first step is brute force over K = 1."""
     changes = {"residual_multiplier": 0.5} if model_type == "granitemoeshared" else {}
-    factors, found_by = [], ExpertSearch._factor
+    factors, found_by = [], search.ExpertSearch._factor
     monkeypatch.setattr(
-        ExpertSearch, "_factor", lambda search: factors.append(found_by(search)) or factors[-1]
+        search.ExpertSearch, "_factor", lambda it: factors.append(found_by(it)) or factors[-1]
     )
     model = tiny_moe(model_type, **changes)
     arch, i, layer = routed_layer(model)
@@ -137,7 +128,7 @@ def test_cached_search_is_the_search_by_full_forwards(model_type, metric, padded
     w_TE = view.routing.weights(view.logits(x_TD))
     g_E = w_TE.sum(0) / (w_TE != 0).sum(0)
     gated = view.shared_width if arch.shared_gate else 0
-    divergence = {"js": js, "kl": kl}[metric]
+    divergence = {"js": search.js, "kl": search.kl}[metric]
     chosen = []
     expected = []
     with torch.no_grad():
@@ -172,20 +163,20 @@ def test_no_routed_experts_is_the_shared_path_alone(tokens):
     assert all(same(none[i], shared[i]) for i in none)
 
 
-@pytest.mark.parametrize("search", ["random", "l1", "pl_alpha_hill"])
-def test_experts_by_their_weights_alone(search, tokens):
+@pytest.mark.parametrize("by", ["random", "l1", "pl_alpha_hill"])
+def test_experts_by_their_weights_alone(by, tokens):
     model = tiny_moe("olmoe")
     arch, i, layer = routed_layer(model)
     view = arch.mixture(layer)
     assert isinstance(view, MoEFFN)
-    scores = weight_scores(view, search, i, seed=3)
-    plans, _ = searched(model, tokens, keep="shared+routed", expert_search=search, seed=3)
-    assert plans[i].experts == ranked_experts(scores, torch.ones(8), 2)
+    scores = search.weight_scores(view, by, i, seed=3)
+    plans, _ = searched(model, tokens, keep="shared+routed", expert_search=by, seed=3)
+    assert plans[i].experts == search.ranked_experts(scores, torch.ones(8), 2)
     with torch.no_grad():
         for weight in view.weights_of(plans[i].experts[0]):
             weight.mul_(100)
-    again, _ = searched(model, tokens, keep="shared+routed", expert_search=search, seed=3)
-    if search == "l1":
+    again, _ = searched(model, tokens, keep="shared+routed", expert_search=by, seed=3)
+    if by == "l1":
         assert plans[i].experts[0] not in again[i].experts
     else:
         assert again[i].experts == plans[i].experts, "scale changes neither a spectrum nor chance"
@@ -214,7 +205,7 @@ def test_layer_search_is_the_search_by_full_forwards(model_type, padded):
             plans, _ = searched(model, padded)
             some = {j: plans[j] for j in sorted([*chosen, i])}
             trial = result.build(Plan("cd-moe", result.plan.base, some))
-            losses[i] = js(reference, last_hidden(trial, padded)).mean().item()
+            losses[i] = search.js(reference, last_hidden(trial, padded)).mean().item()
         assert {int(i): x for i, x in step["losses"].items()} == pytest.approx(losses, rel=1e-3)
         assert step["layer"] == min(losses, key=lambda i: losses[i])
         chosen.append(step["layer"])
@@ -230,16 +221,16 @@ def test_a_race_takes_less_text_and_chooses_the_same(tmp_path, monkeypatch):
         for layer in model.model.layers:
             layer.mlp.experts.down_proj.mul_(8 * torch.rand(1, generator=draw).item())
     tokens = Tokens(torch.randint(3, 60, (64, 8), generator=draw))
-    assert [len(leg.input_ids) for leg in legs(tokens)] == [8, 24, 32]
+    assert [len(leg.input_ids) for leg in search.legs(tokens)] == [8, 24, 32]
     windows = {"greedy": 0, "racing": 0}
-    found, sums = {}, LayerSearch.sums
+    found, sums = {}, search.LayerSearch.sums
 
     def counted(self, chosen, candidates, leg):
         result = sums(self, chosen, candidates, leg)
         windows[kind] += sum(of.shape[1] for of in result.values())
         return result
 
-    monkeypatch.setattr(LayerSearch, "sums", counted)
+    monkeypatch.setattr(search.LayerSearch, "sums", counted)
     for kind in ("greedy", "racing"):
         config = CondenseConfig(count=2, layer_search=kind, refit=False)
         found[kind] = condense(model, config, calibration=tokens).summary
@@ -259,10 +250,10 @@ def test_a_race_takes_less_text_and_chooses_the_same(tmp_path, monkeypatch):
         return sums(self, chosen, candidates, leg)
 
     run = {"calibration": tokens, "resume_from": folder}
-    monkeypatch.setattr(LayerSearch, "sums", stopped)
+    monkeypatch.setattr(search.LayerSearch, "sums", stopped)
     with pytest.raises(KeyboardInterrupt):
         condense(model, config, **run)
-    monkeypatch.setattr(LayerSearch, "sums", counted)
+    monkeypatch.setattr(search.LayerSearch, "sums", counted)
     assert condense(model, config, **run).summary == found["racing"]
 
 
@@ -276,10 +267,10 @@ def test_the_losses_of_a_race_are_those_of_all_its_text(tokens):
     for windows in (text, replace(text, attention_mask=mask)):
         for metric in ("js", "ppl"):
             losses = []
-            for parts in ([windows], legs(windows)):
+            for parts in ([windows], search.legs(windows)):
                 streams = [stream_of(model, part) for part in parts]
-                search = LayerSearch(streams, plans, metric)
-                found = [search.sums((), list(plans), leg) for leg in range(len(parts))]
+                layers = search.LayerSearch(streams, plans, metric)
+                found = [layers.sums((), list(plans), leg) for leg in range(len(parts))]
                 sums = {i: torch.cat([leg[i] for leg in found], 1).sum(1) for i in plans}
                 losses.append({i: (total / count).item() for i, (total, count) in sums.items()})
             assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -298,7 +289,7 @@ def test_rankings_and_metrics(tokens):
     assert order(layer_search="rank") == sorted(local, key=lambda i: local[i])
     stream = stream_of(model, tokens)
     plans, _ = searched(model, tokens)
-    alone = LayerSearch([stream], plans).losses((), list(plans))
+    alone = search.LayerSearch([stream], plans).losses((), list(plans))
     assert order(layer_search="global-rank") == sorted(alone, key=lambda i: alone[i])
     assert order(layer_search="greedy")[0] == min(alone, key=lambda i: alone[i])
     cosines = {i: f["cosine"]["attention"] for i, f in found.items()}
@@ -441,6 +432,6 @@ def test_a_comparison_of_more_layers_is_refused_before_the_search(tokens, monkey
     smaller = sum(p.nbytes for p in model.parameters()) - 1
     with pytest.raises(MoesaicError, match="at most the 1 condensed"):
         condense(model, CondenseConfig(memory=smaller), calibration=tokens, compare=["2"])
-    monkeypatch.setattr(ExpertSearch, "decide", lambda self: pytest.fail("the search has begun"))
+    monkeypatch.setattr(search.ExpertSearch, "decide", lambda _: pytest.fail("it has begun"))
     with pytest.raises(MoesaicError, match="compare '3': .* at most the 2 condensed"):
         condense(model, CondenseConfig(count=2), calibration=tokens, compare=["3"])

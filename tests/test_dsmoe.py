@@ -14,16 +14,10 @@ from builders import VOCAB, WAYS, configured, converted, force, losses_of, maske
 import moesaic
 from moesaic import DSMoEConfig, MoesaicError, Recipe, Tokens
 from moesaic.arch.lookup import dense_arch
+from moesaic.carving import routers
 from moesaic.carving.budget import layer_sizes
 from moesaic.carving.carved_layer import CarvedFFN
 from moesaic.carving.dsmoe.method import DSMoE, SparseObjective, imbalance, sparsity
-from moesaic.carving.routers import (
-    SoftmaxRouter,
-    ThresholdRouter,
-    norm_scale,
-    straight_through,
-    thresholded,
-)
 from moesaic.data.sources import MIXES, Mix
 from moesaic.metrics.forward import InMemory
 from moesaic.metrics.score import scores
@@ -337,7 +331,7 @@ def gates():
 
 
 def router_of(**options):
-    router = ThresholdRouter(2, 3, 0, **options)
+    router = routers.ThresholdRouter(2, 3, 0, **options)
     with torch.no_grad():
         router.weight.copy_(torch.tensor(ROWS))
     return router
@@ -356,7 +350,8 @@ def test_the_gate_by_hand(tau, training):
 
 
 def test_a_gate_at_the_threshold_is_idle():
-    assert thresholded(torch.tensor([0.5, 0.50001]), 0.5).tolist() == [0.0, pytest.approx(0.50001)]
+    found = routers.thresholded(torch.tensor([0.5, 0.50001]), 0.5)
+    assert found.tolist() == [0.0, pytest.approx(0.50001)]
 
 
 def test_the_straight_through_gradient_by_hand():
@@ -369,7 +364,7 @@ def test_the_straight_through_gradient_by_hand():
             assert row == pytest.approx([slope * v for v in TOKENS[0]], rel=1e-4, abs=1e-7)
     value = torch.tensor([3.0])
     g = torch.tensor([0.25], requires_grad=True)
-    S = straight_through(value, g)
+    S = routers.straight_through(value, g)
     (5 * S).backward()
     assert (S.item(), g.grad.item()) == (3.0, 5.0)
 
@@ -377,12 +372,12 @@ def test_the_straight_through_gradient_by_hand():
 def test_the_scale_by_hand():
     """Eq. 8: n over the active blocks of a token; over one where there is none."""
     weights_TR = torch.tensor([[0.6, 0.9, 0.0], [0.7, 0.8, 0.9], [0.0, 0.0, 0.0], [0.0, 0.1, 0.0]])
-    assert norm_scale(weights_TR).tolist() == [[1.5], [1.0], [3.0], [3.0]]
+    assert routers.norm_scale(weights_TR).tolist() == [[1.5], [1.0], [3.0], [3.0]]
 
 
 def test_the_softmax_by_hand():
     """LLaMA-MoE: the highest logits' own softmax, times the scale."""
-    router = SoftmaxRouter(2, 3, 2, scale=1.5)
+    router = routers.SoftmaxRouter(2, 3, 2, scale=1.5)
     with torch.no_grad():
         router.weight.copy_(torch.tensor(ROWS))
     found = router(torch.tensor(TOKENS[:1]))[0].tolist()  # logits 2, -1, 1.5

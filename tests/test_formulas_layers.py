@@ -17,20 +17,8 @@ from moesaic.carving.carved_layer import CarvedLayer
 from moesaic.carving.overlapping_layer import OverlappingLayer
 from moesaic.metrics.score import model_size
 from moesaic.modules.blocks import make_skipping, skip
+from moesaic.plans import recovery
 from moesaic.plans.cut import CutLayer
-from moesaic.plans.recovery import (
-    HELD_OUT,
-    LEAST,
-    PATH,
-    STRENGTHS,
-    Balance,
-    Blocks,
-    Ridge,
-    recovered,
-    refitted_downs,
-    ridge_path,
-    within_tokens,
-)
 
 ATTENTION = 2 * 32 * 32 + 2 * 32 * 16
 """Queries and outputs; keys and values of half as many heads."""
@@ -247,22 +235,22 @@ def test_a_regression_is_the_best_strength_on_held_out_tokens(noise):
         x_TF = drawn(tokens, 6, seed=seed)
         y_TO = x_TF @ drawn(6, 3, seed=9) + noise * drawn(tokens, 3, seed=7 + seed)
         batches.append((x_TF, y_TO))
-    ridge = Ridge(6, 3)
+    ridge = recovery.Ridge(6, 3)
     for batch in batches:
         ridge.add(*batch)
     found = ridge.solve()
-    cuts = [len(x) - len(x) // HELD_OUT for x, _ in batches]
+    cuts = [len(x) - len(x) // recovery.HELD_OUT for x, _ in batches]
     fit = [torch.cat([b[k][:c] for b, c in zip(batches, cuts, strict=True)]) for k in (0, 1)]
     held = [torch.cat([b[k][c:] for b, c in zip(batches, cuts, strict=True)]) for k in (0, 1)]
     errors = []
-    for strength in STRENGTHS:
+    for strength in recovery.STRENGTHS:
         weight_FO = ridge_of(*fit, strength)
         errors.append((held[1].double() - held[0].double() @ weight_FO).square().sum().item())
-    best = min(range(len(STRENGTHS)), key=errors.__getitem__)
-    assert found.strength == STRENGTHS[best]
+    best = min(range(len(recovery.STRENGTHS)), key=errors.__getitem__)
+    assert found.strength == recovery.STRENGTHS[best]
     assert found.unexplained == pytest.approx(errors[best] / errors[0], rel=1e-4, abs=1e-6)
     whole = [torch.cat(pair) for pair in zip(fit, held, strict=True)]
-    assert torch.allclose(found.weight_FO, ridge_of(*whole, STRENGTHS[best]), atol=1e-5)
+    assert torch.allclose(found.weight_FO, ridge_of(*whole, recovery.STRENGTHS[best]), atol=1e-5)
 
 
 def test_no_strength_is_better_on_held_out_tokens_than_the_one_chosen():
@@ -270,10 +258,10 @@ def test_no_strength_is_better_on_held_out_tokens_than_the_one_chosen():
     for seed in range(60):
         x_TF = drawn(30, 12, seed=seed) * torch.logspace(0, -3, 12)
         y_TO = x_TF @ drawn(12, 2, seed=seed + 1) * 3 + drawn(30, 2, seed=seed + 2)
-        ridge = Ridge(12, 2)
+        ridge = recovery.Ridge(12, 2)
         ridge.add(x_TF, y_TO)
-        cut = 30 - 30 // HELD_OUT
-        fits = (ridge_of(x_TF[:cut], y_TO[:cut], s) for s in STRENGTHS)
+        cut = 30 - 30 // recovery.HELD_OUT
+        fits = (ridge_of(x_TF[:cut], y_TO[:cut], s) for s in recovery.STRENGTHS)
         errors = [
             (y_TO[cut:].double() - x_TF[cut:].double() @ w_FO).square().sum() for w_FO in fits
         ]
@@ -282,11 +270,11 @@ def test_no_strength_is_better_on_held_out_tokens_than_the_one_chosen():
 
 
 def test_what_was_lost_and_what_came_back():
-    assert recovered(6.0, 1.5, 24.0) == {"lost": 0.25, "recovered": 0.75}
-    assert recovered(6e-9, 1.5e-9, 24e-9)["recovered"] == pytest.approx(0.75)
-    assert recovered(0.0, 0.0, 0.0) == {"lost": 0.0, "recovered": 1.0}
+    assert recovery.recovered(6.0, 1.5, 24.0) == {"lost": 0.25, "recovered": 0.75}
+    assert recovery.recovered(6e-9, 1.5e-9, 24e-9)["recovered"] == pytest.approx(0.75)
+    assert recovery.recovered(0.0, 0.0, 0.0) == {"lost": 0.0, "recovered": 1.0}
     down = drawn(2, 3, seed=3)
-    balance = Balance(down)
+    balance = recovery.Balance(down)
     features, left, y = drawn(50, 3), drawn(50, 2, seed=1), drawn(50, 2, seed=2)
     balance.add(features[:30], left[:30], y[:30])
     balance.add(features[30:], left[30:], y[30:])
@@ -304,7 +292,7 @@ def some_blocks(tokens, seed, dtype=torch.float64):
     for block, width in enumerate((4, 3, 5)):
         rows = torch.randperm(tokens, generator=draw)[: 2 * tokens // 3].sort().values
         features[block] = rows, torch.randn(len(rows), width, generator=draw, dtype=dtype)
-    return Blocks(torch.randn(tokens, 2, generator=draw, dtype=dtype), features)
+    return recovery.Blocks(torch.randn(tokens, 2, generator=draw, dtype=dtype), features)
 
 
 def written_out(blocks):
@@ -322,7 +310,7 @@ def test_conjugate_gradients_end_at_the_ridge_of_all_blocks(strengths):
     samples = [some_blocks(40, 1), some_blocks(25, 2)]
     x_TF = torch.cat([written_out(s) for s in samples])
     y_TO, start_FO = torch.cat([s.y_TO for s in samples]), drawn(12, 2).double()
-    *_, found_FO = ridge_path(samples, start_FO, strengths, iterations=20)
+    *_, found_FO = recovery.ridge_path(samples, start_FO, strengths, iterations=20)
     powers = x_TF.square().sum(0).split([4, 3, 5])
     penalty_F = torch.cat([0.1 * power_F.mean().expand(len(power_F)) for power_F in powers])
     expected_FO = torch.linalg.solve(x_TF.T @ x_TF + penalty_F.diag(), x_TF.T @ y_TO)
@@ -331,16 +319,16 @@ def test_conjugate_gradients_end_at_the_ridge_of_all_blocks(strengths):
 
 def test_features_of_few_tokens_are_solved_for_in_the_space_of_those_tokens():
     whole = [some_blocks(5, 1), some_blocks(3, 2)]  # five tokens of each block
-    assert not within_tokens(*whole)[0].bases
-    wider = [
-        Blocks(s.y_TO, {i: (rows, x_NF.repeat(1, 4)) for i, (rows, x_NF) in s.features.items()})
-        for s in whole
-    ]
-    turned = within_tokens(*wider)
+    assert not recovery.within_tokens(*whole)[0].bases
+    wider = []
+    for s in whole:
+        four_fold = {i: (rows, x_NF.repeat(1, 4)) for i, (rows, x_NF) in s.features.items()}
+        wider.append(recovery.Blocks(s.y_TO, four_fold))
+    turned = recovery.within_tokens(*wider)
     assert [x_NF.shape[1] for _, x_NF in turned[0].features.values()] == [5, 5, 5]
     for expected_FO, found_FO in zip(
-        ridge_path(wider, None, (3.0, 0.1), iterations=3),
-        ridge_path(turned, None, (3.0, 0.1), iterations=3),
+        recovery.ridge_path(wider, None, (3.0, 0.1), iterations=3),
+        recovery.ridge_path(turned, None, (3.0, 0.1), iterations=3),
         strict=True,
     ):
         weights = turned[0].split(found_FO)
@@ -354,7 +342,7 @@ def test_features_of_few_tokens_are_solved_for_in_the_space_of_those_tokens():
 def test_one_block_alone_takes_one_iteration():
     alone = some_blocks(40, 1).only([2])
     rows, x_NF = alone.features[2]
-    found = ridge_path([alone], torch.zeros(5, 2).double(), (1.0, 0.1), iterations=1)
+    found = recovery.ridge_path([alone], torch.zeros(5, 2).double(), (1.0, 0.1), iterations=1)
     for strength, weight_FO in zip((1.0, 0.1), found, strict=True):
         torch.testing.assert_close(weight_FO, ridge_of(x_NF, alone.y_TO[rows], strength))
 
@@ -387,7 +375,8 @@ def linear_site(target_TD, *experts):
 
 def refitted_all(site):
     """New down projections, transposed (E, M, D), and the figures."""
-    down_EDM, _, figures = refitted_downs(site, range(site.view.count), lambda *_: torch.arange(3))
+    experts = range(site.view.count)
+    down_EDM, _, figures = recovery.refitted_downs(site, experts, lambda *_: torch.arange(3))
     return (None if down_EDM is None else down_EDM.mT), figures
 
 
@@ -406,7 +395,7 @@ def test_what_came_back_is_told_of_tokens_that_the_fit_did_not_see():
     h_TM, every = drawn(100, 3), torch.arange(100)
     y_TD = h_TM @ drawn(3, 2, seed=1) + drawn(100, 2, seed=2)
     errors = {}
-    for strength in PATH:
+    for strength in recovery.PATH:
         trial_MD = ridge_of(h_TM[:80], y_TD[:80], strength)
         errors[strength] = (y_TD[80:] - h_TM[80:].double() @ trial_MD).square().sum().item()
     down_EMD, figures = refitted_all(linear_site(y_TD, (every, h_TM)))
@@ -424,9 +413,9 @@ def test_an_expert_of_few_held_out_tokens_keeps_its_weights(held):
     y_TD = h_TM @ drawn(3, 4, seed=2)
     y_TD[rows] += few_NM @ drawn(3, 4, seed=3)
     down_EMD, _ = refitted_all(linear_site(y_TD, (every, h_TM), (rows, few_NM)))
-    assert bool(down_EMD[1].any()) is (held == LEAST)
-    if held < LEAST:
-        strengths = [ridge_of(h_TM, y_TD, x).float() for x in PATH]
+    assert bool(down_EMD[1].any()) is (held == recovery.LEAST)
+    if held < recovery.LEAST:
+        strengths = [ridge_of(h_TM, y_TD, x).float() for x in recovery.PATH]
         assert any(torch.allclose(down_EMD[0], w_MD, atol=1e-4) for w_MD in strengths)
 
 

@@ -13,14 +13,6 @@ from moesaic.api import condense
 from moesaic.arch.lookup import moe_arch
 from moesaic.carving.budget import LayerSize, split_for_share
 from moesaic.carving.more import formulas
-from moesaic.carving.more.formulas import (
-    affinity_degree,
-    cluster,
-    fill,
-    petals_of,
-    prototypes,
-    spectral_embedding,
-)
 from moesaic.methods.condense.search import cosine, js, kl, tail_exponent
 from moesaic.methods.layered import recover
 from moesaic.methods.prune.subsets import every_set, exhaustive
@@ -88,12 +80,12 @@ def test_embeddings_are_leading_eigenvectors(count, dims, large, monkeypatch):
     own = affinity_MM.double().numpy()[np.ix_(members, members)]
     np.fill_diagonal(own, 0)
     degree = own.sum(1)
-    assert np.allclose(affinity_degree(affinity_MM, members), degree, rtol=1e-5)
+    assert np.allclose(formulas.affinity_degree(affinity_MM, members), degree, rtol=1e-5)
     values, vectors = np.linalg.eigh(own / np.sqrt(np.outer(degree, degree)))
     assert values[-1] == pytest.approx(1)
     wanted = vectors[:, -dims:]
     wanted = wanted / np.linalg.norm(wanted, axis=1, keepdims=True)
-    found = spectral_embedding(affinity_MM, members, dims, seed=0)
+    found = formulas.spectral_embedding(affinity_MM, members, dims, seed=0)
     assert found.shape == (count, dims)
     assert np.allclose(found @ found.T, wanted @ wanted.T, atol=1e-2 if large else 1e-4)
 
@@ -114,13 +106,13 @@ FILLED = [
 
 @pytest.mark.parametrize(("distance", "least", "most", "label"), FILLED)
 def test_clusters_are_filled_within_bounds(distance, least, most, label):
-    found = fill(np.array(distance, float), np.array(least), np.array(most))
+    found = formulas.fill(np.array(distance, float), np.array(least), np.array(most))
     assert found.tolist() == label
 
 
 def test_distances_are_those_to_every_centre():
     points = np.array([[0.0, 0], [0, 2], [9, 9], [9, 11]])
-    label, distance = cluster(points, 2, seed=0)
+    label, distance = formulas.cluster(points, 2, seed=0)
     near, far = label[0], label[2]
     assert label.tolist() == [near, near, far, far]
     assert distance[:, near] == pytest.approx([1, 1, 145, 181])
@@ -151,7 +143,7 @@ def test_an_experts_prototype_is_of_its_tokens_in_every_batch():
         view=SimpleNamespace(up_MD=torch.zeros(2, 2)),
         activations=lambda: zip(x_TD.split(2), h_TM.split(2), strict=True),
     )
-    found = prototypes(site, torch.eye(2), alpha=0.5)
+    found = formulas.prototypes(site, torch.eye(2), alpha=0.5)
     wanted = torch.tensor([[1.0, 1.0], [2.0, 1.0]])
     assert torch.allclose(found, wanted / wanted.norm(dim=1, keepdim=True))
 
@@ -192,7 +184,7 @@ def test_what_condensing_leaves_is_counted_as_in_the_result(tokens, keep):
 def test_channels_that_fire_alone_go_to_the_smallest_petal_in_turn():
     together = torch.zeros(8, 8)
     together[0, 1] = together[1, 0] = together[2, 3] = together[3, 2] = 5.0
-    petals = petals_of(together, torch.arange(8), 2, balanced=True, seed=0)
+    petals = formulas.petals_of(together, torch.arange(8), 2, balanced=True, seed=0)
     assert {tuple(petal.tolist()) for petal in petals} in (
         {(0, 1, 4, 6), (2, 3, 5, 7)},
         {(0, 1, 5, 7), (2, 3, 4, 6)},

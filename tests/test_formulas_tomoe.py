@@ -12,25 +12,14 @@ from moesaic.arch.lookup import dense_arch
 from moesaic.carving.overlapping_layer import HeadRouter
 from moesaic.carving.tomoe import masks
 from moesaic.carving.tomoe.config import ToMoEConfig
-from moesaic.carving.tomoe.masks import (
-    LayerShape,
-    MaskingModules,
-    f_reg,
-    gs_max,
-    gumbel_like,
-    load_balance,
-    st_gs_max,
-    st_sigmoid,
-    union,
-)
 from moesaic.carving.tomoe.method import decide, learned_logits
 from moesaic.carving.tomoe.student import MaskingHooks
 from moesaic.modules.running import RunningTokens
 
 HEADS = Heads(queries=4, keys=2, size=4, rotary=4)
 SHAPES = (
-    LayerShape(hidden=6, width=10, heads=HEADS, ffn=180, attention=192),
-    LayerShape(hidden=6, width=20, heads=HEADS, ffn=360, attention=192),
+    masks.LayerShape(hidden=6, width=10, heads=HEADS, ffn=180, attention=192),
+    masks.LayerShape(hidden=6, width=20, heads=HEADS, ffn=360, attention=192),
 )
 MEDIAN = 0.36651292058166435  # -ln ln 2
 
@@ -39,7 +28,7 @@ def masking_of(**options):
     """Modules of two layers, their embeddings and weights at random, about half of a mask off."""
     config = configured(ToMoEConfig, **{"experts": 3, "bias": 0.0, "head_bias": 0.1, **options})
     torch.manual_seed(0)
-    masking = MaskingModules(config, SHAPES)
+    masking = masks.MaskingModules(config, SHAPES)
     with torch.no_grad():
         for parameter in masking.parameters():
             parameter.normal_()
@@ -63,7 +52,7 @@ def on(logits, bias):
 def test_noise_is_gumbels():
     """exp(-exp(-x)) of it is below x, at every decile; its mean is Euler's constant."""
     torch.manual_seed(0)
-    drawn = gumbel_like(torch.empty(200_000, dtype=torch.float64))
+    drawn = masks.gumbel_like(torch.empty(200_000, dtype=torch.float64))
     for share in (0.1, 0.3, 0.5, 0.7, 0.9, 0.99):
         quantile = -math.log(-math.log(share))
         assert (drawn < quantile).double().mean().item() == pytest.approx(share, abs=0.005)
@@ -79,7 +68,7 @@ def test_a_neurons_mask_by_hand(monkeypatch):
     values = [0.5, -3.0, -3.0, 0.0]
     for tossed, added in ((True, noise.tolist()), (False, [MEDIAN] * 4)):
         x = torch.tensor(values, requires_grad=True)
-        mask = st_sigmoid(x, 0.4, 2.5, tossed)
+        mask = masks.st_sigmoid(x, 0.4, 2.5, tossed)
         mask.sum().backward()
         for found, slope, v, g in zip(mask.tolist(), x.grad.tolist(), values, added, strict=True):
             soft = 1 / (1 + math.exp(-(v + g + 2.5) / 0.4))
@@ -94,7 +83,7 @@ def test_a_tokens_expert_by_hand(monkeypatch):
     weight = torch.tensor([[1.0, -2.0, 0.5]])
     for tossed, best, added in ((True, 0, noise), (False, 1, torch.zeros(1, 3))):
         x = torch.tensor([[1.0, 3.0, 2.0]], requires_grad=True)
-        chosen = st_gs_max(gs_max(x, 0.4, tossed))
+        chosen = masks.st_gs_max(masks.gs_max(x, 0.4, tossed))
         (chosen * weight).sum().backward()
         assert chosen.tolist() == [[float(i == best) for i in range(3)]]
         powers = [math.exp(v / 0.4) for v in (x.detach() + added)[0].tolist()]
@@ -108,16 +97,17 @@ def test_a_tokens_expert_by_hand(monkeypatch):
 
 
 def test_regularisers_by_hand():
-    assert f_reg(torch.tensor(0.2), 0.6).item() == pytest.approx(math.log(0.601 / 0.201), rel=1e-5)
-    assert f_reg(torch.tensor(0.9), 0.6).item() == pytest.approx(math.log(0.901 / 0.601), rel=1e-5)
+    for used, ratio in ((0.2, 0.601 / 0.201), (0.9, 0.901 / 0.601)):
+        found = masks.f_reg(torch.tensor(used), 0.6).item()
+        assert found == pytest.approx(math.log(ratio), rel=1e-5)
     s_NM = torch.tensor([[1.0, 0.5, 0.0, 0.0], [0.0, 0.5, 0.25, 0.0]])
-    assert union(s_NM).item() == pytest.approx((1 + 0.75 + 0.25 + 0) / 4)
+    assert masks.union(s_NM).item() == pytest.approx((1 + 0.75 + 0.25 + 0) / 4)
     chosen_TN = torch.tensor([[1.0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 0, 0]])
     probability_TN = torch.tensor(
         [[0.5, 0.25, 0.25], [0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.6, 0.0, 0.4]]
     )
     wanted = 3 * (3 / 4 * 1.9 / 4 + 1 / 4 * 1.25 / 4)
-    assert load_balance(chosen_TN, probability_TN).item() == pytest.approx(wanted)
+    assert masks.load_balance(chosen_TN, probability_TN).item() == pytest.approx(wanted)
 
 
 def test_the_objectives_terms_by_hand():
@@ -320,8 +310,8 @@ def test_a_result_that_tosses_is_one_toss_of_its_logits():
     torch.manual_seed(7)
     for i in range(2):
         ffn, static = masking.expert_logits(i), masking.static_logits(i)
-        torch.testing.assert_close(found[7][i].mlp_NM, ffn + gumbel_like(ffn))  # b is 0 here
-        tossed = static + 0.1 + gumbel_like(static)
+        torch.testing.assert_close(found[7][i].mlp_NM, ffn + masks.gumbel_like(ffn))  # b is 0 here
+        tossed = static + 0.1 + masks.gumbel_like(static)
         torch.testing.assert_close(found[7][i].qk, tossed[4:])
         torch.testing.assert_close(found[7][i].vo_TA, tossed[None, :4])
 

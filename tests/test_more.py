@@ -21,17 +21,7 @@ from moesaic.carving.budget import (
     layer_sizes,
     split_for_target,
 )
-from moesaic.carving.more.formulas import (
-    COVERAGE,
-    activated,
-    add_coactivation,
-    energies,
-    importance,
-    memberships,
-    mirror,
-    petals_of,
-    prototypes,
-)
+from moesaic.carving.more import formulas
 from moesaic.carving.more.method import MoRE
 from moesaic.config import chosen_layers
 from moesaic.metrics.forward import jsd
@@ -92,11 +82,11 @@ def test_the_activation_spectrum_sums_sizes(tokens):
 
 @pytest.mark.parametrize("block", [3, 7, 64])
 def test_coactivation_by_blocks(block):
-    channels = activated(torch.randn(40, 17), 0.3)
+    channels = formulas.activated(torch.randn(40, 17), 0.3)
     whole, blocked = torch.zeros(17, 17), torch.zeros(17, 17)
-    add_coactivation(whole, channels, 17)
-    add_coactivation(blocked, channels, block)
-    assert torch.equal(whole, mirror(blocked, block))
+    formulas.add_coactivation(whole, channels, 17)
+    formulas.add_coactivation(blocked, channels, block)
+    assert torch.equal(whole, formulas.mirror(blocked, block))
     assert torch.equal(
         whole.diagonal().long(), torch.bincount(channels.flatten(), minlength=17)
     )  # Eq. 5
@@ -107,7 +97,7 @@ def test_importance_is_equation_7(tokens):
     ffn = site.view
     x_TD = torch.cat(list(site.inputs())).double()
     h_TM = torch.cat([h for _, h in site.activations()]).double()
-    found = importance(
+    found = formulas.importance(
         ffn, stats["x_square_D"] / stats["calls_E"], stats["h_square_M"] / stats["calls_E"]
     )
     for j in (0, 13, 63):
@@ -129,7 +119,7 @@ def test_planted_coactivation_is_recovered(count, balanced, large, monkeypatch):
     counts = counts + counts.T
     for group in groups:
         counts[group[:, None], group] += 50
-    petals = petals_of(counts, torch.arange(10 * count), count, balanced, seed=0)
+    petals = formulas.petals_of(counts, torch.arange(10 * count), count, balanced, seed=0)
     assert {frozenset(p.tolist()) for p in petals} == {frozenset(g.tolist()) for g in groups}
 
 
@@ -147,7 +137,7 @@ def test_petals_partition_their_members(width, experts, balanced, isolated, seed
     counts = counts + counts.T
     counts[:isolated] = counts[:, :isolated] = 0
     members = torch.randperm(width, generator=generator)[: width - 2].sort().values
-    petals = petals_of(counts, members, experts, balanced, seed)
+    petals = formulas.petals_of(counts, members, experts, balanced, seed)
     assert len(petals) == experts
     assert torch.equal(torch.cat(petals).sort().values, members)
     sizes = [len(p) for p in petals]
@@ -163,12 +153,12 @@ def test_prototypes_are_equations_9_to_11(tokens):
     backbone, petals = torch.arange(10), [torch.arange(10, 30), torch.arange(30, 64)]
     x_TD = torch.cat(list(site.inputs()))
     h_TM = torch.cat([h for _, h in site.activations()])
-    members = memberships(backbone, petals, 64)
-    found = prototypes(site, members, alpha=0.5)
+    members = formulas.memberships(backbone, petals, 64)
+    found = formulas.prototypes(site, members, alpha=0.5)
     energy = torch.stack(
         [h_TM[:, torch.cat([backbone, p])].norm(dim=1) / (10 + len(p)) ** 0.5 for p in petals], 1
     )
-    torch.testing.assert_close(energies(h_TM, members, 0.5), energy)
+    torch.testing.assert_close(formulas.energies(h_TM, members, 0.5), energy)
     for i in range(2):
         mean = x_TD[energy.argmax(1) == i].double().mean(0)
         torch.testing.assert_close(found[i], (mean / mean.norm()).float())
@@ -179,10 +169,10 @@ def test_expert_without_tokens_takes_its_highest_energy_ones(tokens):
     h_TM = torch.cat([h for _, h in site.activations()])
     weakest = h_TM.square().sum(0).argsort()
     petals = [weakest[:1], weakest[1:]]  # the first can never win
-    members = memberships(weakest[:0], petals, 64)
-    found = prototypes(site, members, alpha=0.0)
+    members = formulas.memberships(weakest[:0], petals, 64)
+    found = formulas.prototypes(site, members, alpha=0.0)
     x_TD = torch.cat(list(site.inputs()))
-    assert (energies(h_TM, members, 0.0).argmax(1) == 1).all()
+    assert (formulas.energies(h_TM, members, 0.0).argmax(1) == 1).all()
     best = x_TD[h_TM[:, weakest[0]].abs().argmax()].double()
     torch.testing.assert_close(found[0], (best / best.norm()).float())
 
@@ -201,7 +191,7 @@ def test_sunflower(tokens, config):
         for other in experts[:i]:
             assert one & other == core
     assert set().union(*experts) == set(range(64))
-    score_M = importance(
+    score_M = formulas.importance(
         site.view, stats["x_square_D"] / stats["calls_E"], stats["h_square_M"] / stats["calls_E"]
     )
     assert min(score_M[list(core)]) >= max(score_M[list(set(range(64)) - core)])
@@ -402,6 +392,6 @@ def test_shares_below_one_channel_are_left_out(tokens):
     """Table 4 has 5e-4 of 14,336 channels; of 64 not even a hundredth is one."""
     _, method, stats = observed(tokens)
     assert set(method.analyse(stats)["never_activated"]) == {"0.1"}
-    seen_CM = torch.ones(len(COVERAGE), 2000) > 0
+    seen_CM = torch.ones(len(formulas.COVERAGE), 2000) > 0
     wide = {**stats, "h_size_M": torch.ones(2000), "covered_CM": seen_CM}
     assert set(method.analyse(wide)["never_activated"]) == {"0.1", "0.01", "0.001", "0.0005"}

@@ -18,17 +18,9 @@ import moesaic
 from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import Tokens, split_evenly
 from moesaic.errors import MoesaicError
+from moesaic.methods.prune import subsets
 from moesaic.methods.prune.config import BUILT_IN, CRITERIA, PruneConfig, ScoredLayer
 from moesaic.methods.prune.reconstruction import Reconstruction
-from moesaic.methods.prune.subsets import (
-    allocate,
-    best_scores,
-    every_set,
-    exhaustive,
-    greedy,
-    subsets,
-    swap,
-)
 from moesaic.observation.stats import evenly, layer_stats, packed, sample_share, unpacked
 from moesaic.observation.stream import LayerStream
 
@@ -74,7 +66,7 @@ def test_enumeration_is_brute_force(moe_type, tokens):
 def test_losses_do_not_depend_on_blocks(tokens, monkeypatch):
     site = site_of(tiny_moe("mixtral"), tokens)
     stats = statistics(site)
-    sets_CE = torch.cat(list(every_set(8, 5)))
+    sets_CE = torch.cat(list(subsets.every_set(8, 5)))
     whole = Reconstruction(stats, site.view.routing)(sets_CE)
     monkeypatch.setattr("moesaic.methods.prune.reconstruction.ELEMENTS", 700)
     monkeypatch.setattr("moesaic.observation.stats.BLOCK_BYTES", 5000)
@@ -85,7 +77,7 @@ def test_losses_do_not_depend_on_blocks(tokens, monkeypatch):
 def test_sum_of_batch_norms_is_of_the_released_batches(tokens, monkeypatch):
     """Not of the stream's own, which are of 24 tokens here; the last one is what is left."""
     model = tiny_moe("mixtral")
-    sets_CE = torch.cat(list(every_set(8, 5)))[:5]
+    sets_CE = torch.cat(list(subsets.every_set(8, 5)))[:5]
     released = "moesaic.methods.prune.reconstruction.RELEASED_BATCH"
     for batch in (40, 72, 16_384):
         monkeypatch.setattr(released, batch)
@@ -150,10 +142,10 @@ def quadratic(seed, n):
 def test_searches_agree_on_what_they_score(seed, n, data):
     keep = data.draw(st.integers(1, n - 1))
     losses = quadratic(seed, n)
-    best = exhaustive(losses, n, keep)
-    assert best.evaluated == subsets(n, keep) == math.comb(n, keep)
-    path = greedy(losses, torch.ones(n, dtype=torch.bool), keep)
-    other = swap(losses, path)
+    best = subsets.exhaustive(losses, n, keep)
+    assert best.evaluated == subsets.subsets(n, keep) == math.comb(n, keep)
+    path = subsets.greedy(losses, torch.ones(n, dtype=torch.bool), keep)
+    other = subsets.swap(losses, path)
     assert int(best.kept_E.sum()) == int(other.kept_E.sum()) == keep
     assert best.loss <= other.loss * (1 + 1e-9) <= path.loss * (1 + 2e-9)
     for found in (best, other):
@@ -161,9 +153,9 @@ def test_searches_agree_on_what_they_score(seed, n, data):
 
 
 def test_equal_losses_drop_the_lexicographically_first_set():
-    found = exhaustive(lambda kept_CE: torch.ones(len(kept_CE)), 6, 4)
+    found = subsets.exhaustive(lambda kept_CE: torch.ones(len(kept_CE)), 6, 4)
     assert found.kept_E.tolist() == [False, False, True, True, True, True]
-    assert best_scores(torch.ones(6), 4).tolist() == found.kept_E.tolist()
+    assert subsets.best_scores(torch.ones(6), 4).tolist() == found.kept_E.tolist()
 
 
 def test_a_share_is_so_many_experts(tokens):
@@ -185,22 +177,22 @@ def test_a_share_is_so_many_experts(tokens):
 
 def test_equally_many_are_removed_from_each_group():
     losses = quadratic(3, 8)
-    sets_CE = torch.cat(list(every_set(8, 4, groups=2)))
-    assert len(sets_CE) == subsets(8, 4, 2) == 36
+    sets_CE = torch.cat(list(subsets.every_set(8, 4, groups=2)))
+    assert len(sets_CE) == subsets.subsets(8, 4, 2) == 36
     assert (sets_CE.view(-1, 2, 4).sum(2) == 2).all()
-    start_E = torch.ones(8, dtype=torch.bool)
-    for found in (exhaustive(losses, 8, 4, 2), swap(losses, greedy(losses, start_E, 4, 2), 2)):
+    path = subsets.greedy(losses, torch.ones(8, dtype=torch.bool), 4, 2)
+    for found in (subsets.exhaustive(losses, 8, 4, 2), subsets.swap(losses, path, 2)):
         assert found.kept_E.view(2, 4).sum(1).tolist() == [2, 2]
-    assert best_scores(torch.arange(8.0), 4, 2).tolist() == [False, False, True, True] * 2
+    assert subsets.best_scores(torch.arange(8.0), 4, 2).tolist() == [False, False, True, True] * 2
 
 
 def test_swaps_mend_what_greedy_did():
     """Alone 0 is cheapest to drop, but only 1 and 2 go together."""
     q = torch.tensor([[1.0, 3, 3, 9], [3, 2, -1.9, 9], [3, -1.9, 2, 9], [9, 9, 9, 9]])
     losses = lambda kept_CE: (((~kept_CE).float() @ q) * (~kept_CE).float()).sum(-1)  # noqa: E731
-    path = greedy(losses, torch.ones(4, dtype=torch.bool), 2)
+    path = subsets.greedy(losses, torch.ones(4, dtype=torch.bool), 2)
     assert not path.kept_E[0]
-    found = swap(losses, path)
+    found = subsets.swap(losses, path)
     assert found.kept_E.tolist() == [True, False, False, True]
     assert found.loss == pytest.approx(0.2, abs=1e-5)
 
@@ -321,7 +313,7 @@ def test_shares_add_up(total, weights):
 def test_allocation_is_the_best_of_all(curves, data):
     losses = {i: dict(enumerate(curve, 2)) for i, curve in enumerate(curves)}
     total = data.draw(st.integers(2 * len(curves), 5 * len(curves)))
-    found = allocate(losses, total)
+    found = subsets.allocate(losses, total)
     assert sum(found.values()) == total
 
     def cost(counts):

@@ -15,14 +15,8 @@ import moesaic
 from moesaic import MoesaicError, Plan, Tokens, ToMoEConfig
 from moesaic.arch.lookup import dense_arch
 from moesaic.carving.overlapping_layer import OverlappingFFN, OverlappingLayer, set_form
+from moesaic.carving.tomoe import method
 from moesaic.carving.tomoe.masks import MEDIAN
-from moesaic.carving.tomoe.method import (
-    active_ratio_at,
-    decide,
-    learned_logits,
-    least_ratio,
-    threshold_for,
-)
 from moesaic.carving.tomoe.student import MaskingHooks, Student, layer_shapes
 from moesaic.metrics.score import model_size
 from moesaic.surgery import apply_plan, base_shape
@@ -69,8 +63,8 @@ def decided(student, tokens, threshold=0.0):
     logits = student.head_logits(tokens)
     with torch.no_grad():
         student.masking.begin(torch.ones(1, 1, dtype=torch.bool), noise=False)
-        learned = learned_logits(student.masking, logits)
-        layers, _ = decide(student.masking, learned, arch.attention, threshold)
+        learned = method.learned_logits(student.masking, logits)
+        layers, _ = method.decide(student.masking, learned, arch.attention, threshold)
     for module in base.modules():  # a copy of the student's base has its hooks; take them off
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
@@ -260,14 +254,15 @@ def test_the_budget_is_met_and_counted_as_everywhere():
     student = student_of(model)
     logits = student.head_logits(Tokens(ids()))
     student.masking.begin(torch.ones(1, 1, dtype=torch.bool), noise=False)
-    layers = learned_logits(student.masking, logits)
-    assert active_ratio_at(layers, -100.0) == 1
+    layers = method.learned_logits(student.masking, logits)
+    assert method.active_ratio_at(layers, -100.0) == 1
     for target in (0.4, 0.6, 0.8):
-        threshold = threshold_for(layers, target)
-        assert active_ratio_at(layers, threshold) == pytest.approx(target, abs=0.01)
+        threshold = method.threshold_for(layers, target)
+        found = method.active_ratio_at(layers, threshold)
+        assert found == pytest.approx(target, abs=0.01)
         result, _ = decided(student, Tokens(ids()), threshold)
         counted = model_size(result)
-        assert counted.active_ratio == pytest.approx(active_ratio_at(layers, threshold), abs=1e-6)
+        assert counted.active_ratio == pytest.approx(found, abs=1e-6)
     assert counted.router_parameters > 0
 
 
@@ -395,7 +390,7 @@ def test_targets_out_of_reach_are_refused(model_type, attention):
         turned = head.rotary == head.size
         one = 1 + (head.size if model_type == "qwen3" else 2 if turned else 1)
     least = (shape.neuron * step + shape.dimension * one) / (shape.ffn + shape.attention)
-    assert least_ratio(shapes, attention) == pytest.approx(least)
+    assert method.least_ratio(shapes, attention) == pytest.approx(least)
     config = configured(ToMoEConfig, **{**SHORT, "active": least - 0.01, "attention": attention})
     with pytest.raises(MoesaicError, match=f"out of reach.*{least:.3f}"):
         moesaic.carve(model, config, calibration=ids())
