@@ -30,88 +30,53 @@ def mixture(step, layers, result=(46.66, 0.54, 800), **parts):
 
 
 def pruned(**parts):
-    step = Step(
-        verb="prune",
-        method="naee",
-        label="REAP",
-        title="pruned by REAP to 6 of 8 experts",
-        text="6 of 8 experts are kept in every layer that routes.",
-        paper="Some Authors, On Experts, 2026",
-        config={"keep": 6.0, "score": "reap"},
-        variants={"frequency": "frequency"},
-        ratio="stored",
+    words = (
+        "pruned by REAP to 6 of 8 experts",
+        "6 of 8 experts are kept in every layer that routes.",
     )
-    layers = [
-        LayerRecord(
-            i,
-            "cut",
-            "6 of 8 experts kept",
-            width=64,
-            experts=6,
-            experts_before=8,
-            top_k=2,
-            shape={"before": 8, "kept": [0, 1, 2, 3, 5, 7]},
-            analysis={"relative_loss": 0.2286, "calls": [195, 162, 3, 40, 0, 7, 90, 8]},
-        )
-        for i in range(3)
-    ]
+    more = {"config": {"keep": 6.0, "score": "reap"}, "variants": {"frequency": "frequency"}}
+    paper = "Some Authors, On Experts, 2026"
+    step = Step("prune", "naee", "REAP", *words, paper, ratio="stored", **more)
+    kept = {"width": 64, "experts": 6, "experts_before": 8, "top_k": 2}
+    kept |= {"shape": {"before": 8, "kept": [0, 1, 2, 3, 5, 7]}}
+    kept |= {"analysis": {"relative_loss": 0.2286, "calls": [195, 162, 3, 40, 0, 7, 90, 8]}}
+    layers = [LayerRecord(i, "cut", "6 of 8 experts kept", **kept) for i in range(3)]
     return mixture(with_figures(step, PruneConfig(), layers), layers, **parts)
 
 
 def skipping():
-    step = Step(
-        verb="skip",
-        method="naee",
-        label="NAEE",
-        title="20–31 % of expert calls skipped with NAEE",
-        text="Routers leave out experts that weigh little.",
-        ratio="active",
+    words = (
+        "20–31 % of expert calls skipped with NAEE",
+        "Routers leave out experts that weigh little.",
     )
-    layers = [
-        LayerRecord(
-            i,
-            "cut",
-            f"experts are left out by beta {beta}",
-            experts=8,
-            top_k=2,
-            shape={"beta": beta, "rule": "top2"},
-            analysis={"calls_per_token": 2 - 2 * share, "skipped": share},
-        )
-        for i, (beta, share) in enumerate([(0.44, 0.25), (0.21, 0.2), (0.3, 0.31)])
-    ]
+    step = Step("skip", "naee", "NAEE", *words, ratio="active")
+    layers = []
+    for i, (beta, share) in enumerate([(0.44, 0.25), (0.21, 0.2), (0.3, 0.31)]):
+        seen = {"calls_per_token": 2 - 2 * share, "skipped": share}
+        found = {"shape": {"beta": beta, "rule": "top2"}, "analysis": seen}
+        text = f"experts are left out by beta {beta}"
+        layers.append(LayerRecord(i, "cut", text, experts=8, top_k=2, **found))
     step = with_figures(step, SkipConfig(), layers)
     return mixture(step, layers, result=(42.5, 0.39, 1000))
 
 
 def condensed():
-    step = Step(
-        verb="condense",
-        method="cd-moe",
-        label="CD-MoE-SR",
-        title="2 of 3 layers condensed, CD-MoE-SR",
-        text="Layers 1–2 are small dense layers.",
-        config={"count": 2, "keep": "shared+routed", "metric": "js"},
-        ratio="stored",
-    )
+    words = "2 of 3 layers condensed, CD-MoE-SR", "Layers 1–2 are small dense layers."
+    options = {"count": 2, "keep": "shared+routed", "metric": "js"}
+    step = Step("condense", "cd-moe", "CD-MoE-SR", *words, config=options, ratio="stored")
     search = [
         {"layer": 2, "losses": {"0": 0.03, "1": 0.01, "2": 0.006}},
         {"layer": 1, "losses": {"0": 0.04, "1": 0.014}},
     ]
     spread = {"attention": 0.18, "nothing": 0.41, "shared": 0.056, "shared+routed": 0.036}
     seen = {"calls": [71.0, 50.0, 0.0, 12.0], "divergence": spread}
-    shape = {"before": 4, "chosen": [1, 3], "gates": [0.4, 0.2]}
+    now = {"width": 64, "experts_before": 4, "analysis": seen}
+    now |= {"shape": {"before": 4, "chosen": [1, 3], "gates": [0.4, 0.2]}}
     taken = "one dense MLP: 2 of 4 experts with fixed weights"
-    layers = [
-        LayerRecord(0, "moe", "", width=32, experts=4, top_k=2, analysis=seen),
-        *(
-            LayerRecord(
-                i, "condensed", taken, width=64, experts_before=4, shape=shape, analysis=seen
-            )
-            for i in (1, 2)
-        ),
-    ]
-    config = CondenseConfig(count=2, keep="shared+routed", metric="js")
-    step = with_figures(step, config, layers, {"layers": [2, 1], "search": search})
+    layers = [LayerRecord(0, "moe", "", width=32, experts=4, top_k=2, analysis=seen)]
+    layers += [LayerRecord(i, "condensed", taken, **now) for i in (1, 2)]
+    summary = {"layers": [2, 1], "search": search}
+    step = with_figures(step, CondenseConfig(**options), layers, summary)
     record = mixture(step, layers)
     record.measured["scores"]["1"] = score(44.0, 0.5, total=900, active=500)
     return record
@@ -124,14 +89,8 @@ def tuning(steps=30):
     ]
     training = {"what": "the condensed layers", "losses": logs}
     training |= {"trained_parameters": 9, "total_parameters": 99}
-    step = Step(
-        verb="tune",
-        method="sft",
-        label="fine-tuning",
-        title="the condensed layers trained",
-        text="The condensed layers were trained.",
-        weights="trained",
-    )
+    words = "the condensed layers trained", "The condensed layers were trained."
+    step = Step("tune", "sft", "fine-tuning", *words, weights="trained")
     return with_figures(step, TuneConfig(), [], {"training": training})
 
 
