@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from builders import pages
@@ -225,11 +226,11 @@ export MIXTURE FOLDER --to gguf --overwrite | is a folder; give
 """
 
 
-def rows(table):
-    """Arguments and message of each line."""
+def rows(table, at_once):
+    """Arguments and message of each line, and whether it is seen before anything is opened."""
     for line in table.strip().splitlines():
         words, _, message = line.partition(" | ")
-        yield pytest.param(shlex.split(words), message, id=words)
+        yield pytest.param(shlex.split(words), message, at_once, id=words)
 
 
 @pytest.fixture
@@ -253,18 +254,12 @@ def placed(llama_folder, moe_folder, carved_folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("args", "message", "at_once"),
-    [
-        pytest.param(*row.values, of is AT_ONCE, id=row.id)
-        for of in (AT_ONCE, LATER)
-        for row in rows(of)
-    ],
+    ("args", "message", "at_once"), [*rows(AT_ONCE, True), *rows(LATER, False)]
 )
 def test_wrong_requests_exit_2_with_one_message(
     command, placed, tmp_path, args, message, at_once, monkeypatch
 ):
-    """What can be seen to be wrong is refused at once: nothing is computed, no model opened. An
-    unfinished run hides nothing that is wrong."""
+    """Mostly before a model is opened; an unfinished run hides nothing that is wrong."""
     if at_once and "OUT" in args:
         monkeypatch.setattr(pipeline, "convert", None)
         (tmp_path / "out.partial").mkdir()
@@ -288,13 +283,10 @@ def test_each_part_of_a_message_names_its_option():
 def test_an_unfinished_run_is_named_by_its_command(
     command, refused, moe_folder, tmp_path, monkeypatch
 ):
-    def killed(*_, **__):
-        raise KeyboardInterrupt
-
     out = tmp_path / "out"
     verb = ["slim", moe_folder, out, "--no-eval", "--length", 24]
     with monkeypatch.context() as patch:
-        patch.setattr("moesaic.result.Result.write", killed)
+        patch.setattr("moesaic.result.Result.write", Mock(side_effect=KeyboardInterrupt))
         assert command(*verb, "--keep", 0.5, "--samples", 6)[0] == 130
     err = refused("holds an unfinished run (moesaic slim", *verb, "--keep", 0.75, "--samples", 6)
     assert " --keep 0.5 " in err, err
@@ -383,18 +375,14 @@ for arguments in {requests!r}:
 def test_help_and_wrong_requests_need_nothing_heavy(placed, tmp_path):
     helped = [[], ["--version"], ["-h"], ["tiny-moe", "-h"], ["help", "slim"]]
     helped += [[name, "--help"] for name in app.commands]
-    wrong = [placed(row.values[0]) for row in rows(AT_ONCE)]
+    wrong = [placed(row.values[0]) for row in rows(AT_ONCE, True)]
     code = ASKED.format(requests=[*helped, *wrong])
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
 def test_nothing_is_said_before_our_first_line(llama_folder, tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-m", "moesaic", "inspect", str(llama_folder), "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    line = [sys.executable, "-m", "moesaic", "inspect", str(llama_folder), "--json"]
+    run = subprocess.run(line, capture_output=True, text=True, check=True)
     assert json.loads(run.stdout)["model_type"] == "llama"
     assert run.stderr == ""
 
@@ -416,29 +404,21 @@ def test_what_stdout_cannot_write_costs_no_run_its_end(
 
 
 def test_full_disk_is_said(refused, llama_folder, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr("moesaic.io.checkpoint.ShardWriter.close", full)
     refused("disk is full", "carve", llama_folder, tmp_path / "out", *QUICK, "--no-eval")
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
 
 
 def test_a_fault_of_ours_exits_1_and_says_so(refused, monkeypatch, tmp_path):
-    def broken(*_, **__):
-        raise ZeroDivisionError("division by zero")
-
-    monkeypatch.setattr(pipeline, "run_recipe", broken)
+    monkeypatch.setattr(pipeline, "run_recipe", Mock(side_effect=ZeroDivisionError))
     said = refused("ZeroDivisionError", "carve", "smollm2", tmp_path / "out", code=1)
     assert "fault of moesaic" in said
 
 
 def test_interrupt(command, refused, monkeypatch, tmp_path):
     """It says what is true: whether anything is kept."""
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
+    interrupted = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(pipeline, "run_recipe", interrupted)
     carve = ["carve", "smollm2", tmp_path / "out"]
     refused("Nothing is finished yet", *carve, code=130)
@@ -489,14 +469,12 @@ def test_help_is_of_one_method(command, key):
     asked = [verb, *(["--method", method] if several else [])]
     brief, whole = (command(*asked, word)[1] for word in ("--help", "--help-all"))
     for of in fields(METHODS[key]):
-        assert about(of).help
         if not about(of).seldom:
             assert flag_of(of).partition("/")[0] in brief
         assert flag_of(of).partition("/")[0] in whole
     of_others = {of.name for m in methods_of(verb).values() for of in fields(m)}
-    shared = {
-        of.name for config in (METHODS[key], Calibration, Evaluation) for of in fields(config)
-    }
+    configs = (METHODS[key], Calibration, Evaluation)
+    shared = {of.name for config in configs for of in fields(config)}
     for name in of_others - shared:
         assert f"\n  --{name.replace('_', '-')} " not in whole
     assert "\n  --samples " not in brief
@@ -511,15 +489,16 @@ def test_options_are_few(command):
     assert len(app.commands) <= 16
 
 
-@pytest.mark.parametrize(("words", "at"), [("moesaic pru", 1), ("moesaic prune m out --sco", 4)])
-def test_shells_complete_commands_and_options(words, at):
-    asked = {"_MOESAIC_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(at)}
+COMPLETED = ("moesaic pru", "1", "plain,prune"), ("moesaic prune m out --sco", "4", "plain,--score")
+
+
+@pytest.mark.parametrize(("words", "at", "found"), COMPLETED)
+def test_shells_complete_commands_and_options(words, at, found):
+    asked = {"_MOESAIC_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": at}
     code = "import sys; sys.argv = ['moesaic']; from moesaic import cli; cli.main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, check=False, env={**os.environ, **asked},
-    )  # fmt: skip
-    assert done.stdout.split() == ["plain,prune" if at == 1 else "plain,--score"]
+    env, line = {**os.environ, **asked}, [sys.executable, "-c", code]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, env=env)
+    assert done.stdout.split() == [found]
 
 
 def test_version(command):
@@ -561,16 +540,20 @@ def test_a_verb_shows_what_rounding_alone_costs(done, moe_folder, tmp_path):
     assert "q8_0" in said
 
 
-def test_nothing_is_drawn_where_there_is_nothing_to_do(monkeypatch):
-    terminal = Console(record=True, width=100, file=io.StringIO())
-    monkeypatch.setattr(progress, "err_console", terminal)
+@pytest.fixture
+def terminal(monkeypatch):
+    """What takes the place of a terminal."""
+    console = Console(record=True, width=100, file=io.StringIO())
+    monkeypatch.setattr(progress, "err_console", console)
+    return console
+
+
+def test_nothing_is_drawn_where_there_is_nothing_to_do(terminal):
     assert list(progress.bars([], "Refining", 0)) == []
     assert terminal.export_text() == ""
 
 
-def test_figures_of_the_passing_items_are_drawn_under_the_bar(monkeypatch):
-    terminal = Console(record=True, width=100, file=io.StringIO())
-    monkeypatch.setattr(progress, "err_console", terminal)
+def test_figures_of_the_passing_items_are_drawn_under_the_bar(terminal, monkeypatch):
     steps = [Figures(loss=float(n), union=0.0) for n in range(8, 0, -1)]
     monkeypatch.setenv("RANK", "1")
     assert list(progress.bars(steps, "Training", 8)) == steps

@@ -18,11 +18,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch.nn.utils import parametrize, prune
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import (
-    disable_progress_bar,
-    enable_progress_bar,
-    is_progress_bar_enabled,
-)
+from transformers.utils import logging
 
 import moesaic
 from moesaic import MoesaicError, SlimConfig, api
@@ -92,6 +88,9 @@ def test_a_wrong_call_shows_the_right_one(call, words):
     assert words in str(caught.value).replace("'tiny-moe'", '"tiny-moe"')
 
 
+OBSERVED = "calibration=Tensor is of text, and the statistics were observed on theirs already"
+
+
 @pytest.mark.parametrize(
     ("verb", "options", "words"),
     [
@@ -109,11 +108,7 @@ def test_a_wrong_call_shows_the_right_one(call, words):
         ("prune", {"resume_from": 3}, "is named by a str or a Path; got 3"),
         ("prune", {"resume_from": __file__}, "resume_from .*test_python.py is a file; name a fol"),
         ("prune", {"compare": "rep"}, "compare 'rep' is none of"),
-        (
-            "prune",
-            {"stats": "some.stats", "calibration": torch.ones(1, 4).long()},
-            "calibration=Tensor is of text, and the statistics were observed on theirs already",
-        ),
+        ("prune", {"stats": "x", "calibration": torch.ones(1, 4).long()}, OBSERVED),
         ("prune", {"calibration": "hf://datasets/you/it"}, "is an address, which is not read"),
         ("prune", {"calibration": torch.rand(2, 16)}, "whole numbers.*float32"),
         ("prune", {"calibration": torch.full((1, 4), 384)}, "Token id 384 is beyond .* 384"),
@@ -187,6 +182,10 @@ def test_a_device_may_be_one_of_torchs(name):
         (lambda: moesaic.Recipe(None, "out", ()), "A recipe names its model by a str; got None"),
         (lambda: moesaic.apply("tiny-moe", None, "out"), "A plan is a folder, .* got None"),
         (lambda: moesaic.inspect("x" * 300), "No model at x+: File name too long"),
+        (lambda: moesaic.slim(tiny_model("phi").model), "PhiModel has no language-modelling head"),
+        (lambda: moesaic.slim("", keep=0.5), "name is empty"),
+        (lambda: moesaic.slim(" ", keep=0.5), "name is empty"),
+        (lambda: parse_bytes("9" * 400), "is not a number of bytes"),
     ],
 )
 def test_recipes_and_names_of_other_kinds_are_refused(call, words):
@@ -225,48 +224,32 @@ def test_a_signature_names_every_option(verb):
 @pytest.mark.slow
 def test_types_are_checked(tmp_path):
     """mypy refuses an option that there is not and one of another type, and takes the right one."""
-    file = tmp_path / "calls.py"
-    file.write_text(
+    (tmp_path / "calls.py").write_text(
         "import moesaic\n"
         'moesaic.slim("tiny-moe", keep=0.5).save_pretrained("out")\n'
         'moesaic.slim("tiny-moe", kep=0.5)\n'
         'moesaic.slim("tiny-moe", keep="half")\n'
         'moesaic.fit("tiny-moe", memory="9MB").generate("The")\n'
     )
-    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", str(file)]
-    source = Path(moesaic.__file__).parents[1]
-    found = subprocess.run(
-        [*command, "--cache-dir", str(tmp_path / "cache")],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={"MYPYPATH": str(source), "PATH": ""},
-        check=False,
-    ).stdout
+    line = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", "cache"]
+    env = {"MYPYPATH": str(Path(moesaic.__file__).parents[1]), "PATH": ""}
+    there = {"cwd": tmp_path, "env": env}
+    done = subprocess.run([*line, "calls.py"], capture_output=True, text=True, check=False, **there)
+    found = done.stdout
     lines = [line for line in found.splitlines() if "error" in line and "calls.py" in line]
     assert [line.split(":")[1] for line in lines] == ["3", "4"], found
-
-
-def test_what_is_no_language_model_is_refused(tokens):
-    with pytest.raises(moesaic.MoesaicError, match="LlamaModel has no language-modelling head"):
-        moesaic.slim(tiny_model("llama").model, keep=0.5, calibration=tokens)
-    for name in ("", " "):
-        with pytest.raises(moesaic.MoesaicError, match="name is empty"):
-            moesaic.slim(name, keep=0.5)
-    with pytest.raises(moesaic.MoesaicError, match="is not a number of bytes"):
-        parse_bytes("9" * 400)
 
 
 def test_progress_is_shown_unless_not_wanted(capsys, name):
     """And transformers' own bars are what they were."""
     moesaic.slim(name, keep=0.5, samples=4, length=32)
     assert "Slimming layers" in capsys.readouterr().err
-    enable_progress_bar()
+    logging.enable_progress_bar()
     try:
         moesaic.slim(name, keep=0.5, samples=4, length=32, progress=False)
-        assert is_progress_bar_enabled()
+        assert logging.is_progress_bar_enabled()
     finally:
-        disable_progress_bar()
+        logging.disable_progress_bar()
     assert capsys.readouterr().err == ""
     labels = []
 
@@ -288,20 +271,13 @@ def test_revision_and_token_reach_the_hub(monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     at = {"revision": "v2", "token": "hf_x"}
-    calls = [
-        lambda: moesaic.slim("you/name", keep=0.5, **at),
-        lambda: moesaic.evaluate("you/name", **at),
-        lambda: moesaic.inspect("you/name", **at),
-        lambda: moesaic.generate("you/name", "The", **at),
-        lambda: moesaic.export("you/name", "out", **at),
-        lambda: moesaic.bench("you/name", **at),
-        lambda: moesaic.fit("you/name", memory="1MB", **at),
-        lambda: moesaic.observe("you/name", "stats", **at),
-    ]
-    for call in calls:
+    given = {"slim": (), "evaluate": (), "inspect": (), "bench": (), "fit": ()}
+    given |= {"generate": ("The",), "export": ("out",), "observe": ("stats",)}
+    for verb, more in given.items():
+        goal = {"memory": "1MB"} if verb == "fit" else {}
         with pytest.raises(MoesaicError, match="could not be fetched"):
-            call()
-    assert asked == [("you/name", "v2", "hf_x")] * len(calls)
+            getattr(moesaic, verb)("you/name", *more, **goal, **at)
+    assert asked == [("you/name", "v2", "hf_x")] * len(given)
 
 
 # --- results -------------------------------------------------------------------------------------
@@ -343,17 +319,14 @@ def test_a_result_is_a_model_to_every_function(slimmed, tmp_path, name):
     assert moesaic.generate(slimmed, "The", new_tokens=4) == slimmed.generate("The", new_tokens=4)
     assert moesaic.inspect(slimmed) == moesaic.inspect(slimmed.model)
     assert moesaic.export(slimmed, tmp_path / "native", **quick)["exact"]
-    stats = moesaic.observe(slimmed, tmp_path / "stats", gram_mb=1, **FEW)
-    assert stats.is_file()
+    assert moesaic.observe(slimmed, tmp_path / "stats", gram_mb=1, **FEW).is_file()
     pruned = moesaic.prune(slimmed, keep=4, **FEW)
     assert pruned.model.config.num_experts == 4
     speed = moesaic.bench(slimmed, name, length=8, new_tokens=2, rounds=1, **quick)
     assert {"model", "against", "ratio"} <= speed.keys()
     out = pruned.save_pretrained(tmp_path / "pruned")
-    assert [s["verb"] for s in json.loads((out / "moesaic/result.json").read_text())["steps"]] == [
-        "slim",
-        "prune",
-    ]
+    steps = json.loads((out / "moesaic/result.json").read_text())["steps"]
+    assert [step["verb"] for step in steps] == ["slim", "prune"]
     moesaic.apply(name, pruned, tmp_path / "rebuilt")
     again = (loaded(folder) for folder in (out, tmp_path / "rebuilt"))
     assert torch.equal(*(model(torch.arange(9)[None]).logits for model in again))
@@ -368,9 +341,8 @@ def test_a_loaded_model_is_one_too(tmp_path):
     assert moesaic.generate(model, "The", tokenizer=tokenizer, new_tokens=2)
     with pytest.raises(MoesaicError, match="tokenizer="):
         moesaic.generate(model, "The")
-    speed = moesaic.bench(
-        model, tokenizer=tokenizer, length=8, new_tokens=2, rounds=1, progress=False
-    )
+    brief = {"length": 8, "new_tokens": 2, "rounds": 1, "progress": False}
+    speed = moesaic.bench(model, tokenizer=tokenizer, **brief)
     assert speed["model"]["active_parameters"] == size["active_parameters"]
     assert model.config.to_dict() == before.to_dict()
 
