@@ -12,13 +12,21 @@ from typing import Any
 import pytest
 from builders import edited, few_forms
 from jinja2 import TemplateError
+from rich.table import Table
 
 import moesaic
-from moesaic import MoesaicError, Plan, PruneConfig
+from moesaic import MoesaicError, Plan, PruneConfig, report
+from moesaic.data import rows
 from moesaic.data.text import calibration_tokens
 from moesaic.io.source import resolve
+from moesaic.io.trust import header_of
 from moesaic.observation.files import StatsFile, observe
+from moesaic.progress import Plain
 from moesaic.recipe import parse_recipe
+from moesaic.record import Record
+
+sys.path.append(str(Path(__file__).parent / "faults"))
+from damage import ALIASES, entry, header
 
 Command = Callable[..., tuple[int, str, str]]
 QUICK = ("--keep", 6, "--score", "aimer", "--no-refit", "--no-eval")
@@ -53,12 +61,6 @@ def test_messages_are_printable_and_bounded_wherever_they_are_read():
 
 
 def test_tables_titles_and_cards_are_printable(command, carved_folder, tmp_path):
-    from rich.table import Table
-
-    from moesaic import report
-    from moesaic.progress import Plain
-    from moesaic.record import Record
-
     run = Path(shutil.copytree(carved_folder, tmp_path / "run"))
     record = run / "moesaic/result.json"
     plain = json.loads(record.read_text())
@@ -83,54 +85,36 @@ def test_tables_titles_and_cards_are_printable(command, carved_folder, tmp_path)
 # --- headers -------------------------------------------------------------------------------------
 
 
-def with_header(file, edit):
-    raw = file.read_bytes()
-    (size,) = struct.unpack("<Q", raw[:8])
-    content = json.loads(raw[8 : 8 + size])
-    changed = edit(content)
-    text = (changed if isinstance(changed, str) else json.dumps(content)).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
-
-
-def of_first(**changes):
-    def edit(header):
-        header[next(n for n in header if n != "__metadata__")].update(changes)
-
-    return edit
-
-
-ODD_HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "no place": of_first(data_offsets=None),
-    "a place of words": of_first(data_offsets=["0", "64"]),
-    "a place of fractions": of_first(data_offsets=[0.5, 64]),
-    "one end": of_first(data_offsets=[0]),
-    "a place below 0": of_first(data_offsets=[-64, 0]),
-    "a shape that is a number": of_first(shape=3),
-    "a shape of words": of_first(shape=["x"]),
-    "a shape below 0": of_first(shape=[-1, -4]),
-    "a type that is a list": of_first(dtype=["F32"]),
-    "another key": of_first(more=1),
-    "an entry that is a list": lambda header: header.update(x=[1]),
-    "metadata that are a number": lambda header: header.update(__metadata__=7),
-    "metadata of numbers": lambda header: header.update(__metadata__={"a": 7}),
-    "a list": lambda header: "[]",
-    "a number": lambda header: "7",
-    "deep": lambda header: '{"a":' * 400 + "1" + "}" * 400,
-    "a long number": lambda header: '{"a": {"shape": [' + "9" * 4000 + "]}}",
+ODD_HEADERS: dict[str, Callable[[Path], None]] = {
+    "no place": entry(data_offsets=None),
+    "a place of words": entry(data_offsets=["0", "64"]),
+    "a place of fractions": entry(data_offsets=[0.5, 64]),
+    "one end": entry(data_offsets=[0]),
+    "a place below 0": entry(data_offsets=[-64, 0]),
+    "a shape that is a number": entry(shape=3),
+    "a shape of words": entry(shape=["x"]),
+    "a shape below 0": entry(shape=[-1, -4]),
+    "a type that is a list": entry(dtype=["F32"]),
+    "another key": entry(more=1),
+    "an entry that is a list": header(lambda it: it.update(x=[1])),
+    "metadata that are a number": header(lambda it: it.update(__metadata__=7)),
+    "metadata of numbers": header(lambda it: it.update(__metadata__={"a": 7})),
+    "a list": header(lambda it: "[]"),
+    "a number": header(lambda it: "7"),
+    "deep": header(lambda it: '{"a":' * 400 + "1" + "}" * 400),
+    "a long number": header(lambda it: '{"a": {"shape": [' + "9" * 4000 + "]}}"),
 }
 
 
 @pytest.mark.parametrize("change", ODD_HEADERS.values(), ids=ODD_HEADERS)
 def test_a_header_of_other_types_is_refused(theirs, change):
-    with_header(sorted(theirs.glob("*.safetensors"))[0], change)
+    change(theirs)
     with pytest.raises(MoesaicError, match=r"safetensors is missing, truncated or corrupt"):
         _ = resolve(str(theirs)).checkpoint
 
 
 def test_a_name_twice_among_many_is_found_at_once(tmp_path):
     """Each name was counted in all of them: this took hours."""
-    from moesaic.io.trust import header_of
-
     names = [*(f'"{i}": 0' for i in range(400_000)), '"399999": 0']
     text = ("{" + ",".join(names) + "}").encode()
     (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
@@ -153,16 +137,14 @@ OF_BASE = {"widths": ["\ud800"] * 4, "hidden_size": "32", "experts": 3, "model_t
 
 def test_what_a_converted_model_says_of_its_base_is_checked(carved_folder, tmp_path):
     config = json.loads((carved_folder / "config.json").read_text())
-    for base in (None, [], *({**config["moesaic"]["base"], k: v} for k, v in OF_BASE.items())):
+    odd = (None, [], *({**config["moesaic"]["base"], k: v} for k, v in OF_BASE.items()))
+    short = {**config["moesaic"]["base"], "widths": [64]}
+    refused = [*((base, "config.json, moesaic cannot be read") for base in odd)]
+    for base, words in (*refused, (short, "1 widths of")):
         section = {**config["moesaic"], "base": base}
         (tmp_path / "config.json").write_text(json.dumps({**config, "moesaic": section}))
-        with pytest.raises(MoesaicError, match="config.json, moesaic cannot be read"):
+        with pytest.raises(MoesaicError, match=words):
             moesaic.inspect(str(tmp_path))
-    short = {**config["moesaic"]["base"], "widths": [64]}
-    section = {**config["moesaic"], "base": short}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "moesaic": section}))
-    with pytest.raises(MoesaicError, match="1 widths of"):
-        moesaic.inspect(str(tmp_path))
 
 
 STATISTICS = {"layers": "x", "gram": [], "base": None, "tokens": "9", "sources": [1], "samples": {}}
@@ -174,16 +156,16 @@ def test_statistics_of_other_types_are_refused(moe_folder, tmp_path):
     before = file.read_bytes()
     for key, value in STATISTICS.items():
 
-        def edit(header, key=key, value=value):
-            ours = {**json.loads(header["__metadata__"]["moesaic"]), key: value}
-            header["__metadata__"]["moesaic"] = json.dumps(ours)
+        def edit(held, key=key, value=value):
+            ours = {**json.loads(held["__metadata__"]["moesaic"]), key: value}
+            held["__metadata__"]["moesaic"] = json.dumps(ours)
 
         file.write_bytes(before)
-        with_header(file, edit)
+        header(edit)(file)
         with pytest.raises(MoesaicError, match=f"stats.safetensors cannot be read: {key} is"):
             StatsFile(file)
     file.write_bytes(before)
-    with_header(file, lambda header: header["__metadata__"].update(moesaic="[]"))
+    header(lambda held: held["__metadata__"].update(moesaic="[]"))(file)
     with pytest.raises(MoesaicError, match="not a file of moesaic observe"):
         StatsFile(file)
 
@@ -326,16 +308,12 @@ def test_json_beyond_what_any_file_holds_is_refused(refused, theirs, tmp_path, n
 
 # --- recipes -------------------------------------------------------------------------------------
 
-BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
-)
-
 
 @pytest.mark.parametrize(
     "text",
     [
-        f"{BOMB}model: *i\n",
-        f"{BOMB}model: m\nout: o\nsteps: [{{prune: *i}}]\n",
+        f"{ALIASES}model: *i\n",
+        f"{ALIASES}model: m\nout: o\nsteps: [{{prune: *i}}]\n",
         "a: &a [*a]\nmodel: *a\nout: o\nsteps: [{prune: {}}]\n",
         f"model: m\nout: o\nsteps: [{{prune: {{keep: 0x{'f' * 5000}}}}}]\n",
         "model: m\nout: o\nsteps: [{prune: {keep: 6}}]\n" + "#" * 200_000,
@@ -418,8 +396,6 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_chat_template_is_bounded(tokenizer, template, monkeypatch):
-    from moesaic.data import rows
-
     monkeypatch.setattr(rows, "SECONDS", 1.0)
     monkeypatch.setattr(tokenizer, "chat_template", template + SOUND)
     with pytest.raises(MoesaicError, match="chat template"):
@@ -427,31 +403,27 @@ def test_a_chat_template_is_bounded(tokenizer, template, monkeypatch):
 
 
 def test_a_chat_template_is_rendered_as_transformers_does(tokenizer, monkeypatch):
-    from moesaic.data.rows import rendered
-
     for template in (SOUND, SOUND.replace(":", " says")):  # a changed one is not remembered
         monkeypatch.setattr(tokenizer, "chat_template", template)
         for prompt in (False, True):
             expected = tokenizer.apply_chat_template(
                 TURNS, tokenize=False, add_generation_prompt=prompt
             )
-            assert rendered(tokenizer, TURNS, add_generation_prompt=prompt) == expected
+            assert rows.rendered(tokenizer, TURNS, add_generation_prompt=prompt) == expected
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles') }}")
     with pytest.raises(TemplateError, match="roles"):
-        rendered(tokenizer, TURNS)
+        rows.rendered(tokenizer, TURNS)
     with pytest.raises(MoesaicError, match="refuses a conversation .roles"):
         calibration_tokens([{"messages": TURNS}], tokenizer, 1, 4)
 
 
 def test_a_daemon_renders_chat_templates_too(tokenizer, monkeypatch):
     """Workers of a pool are daemons, which multiprocessing lets have no child."""
-    from moesaic.data.rows import rendered
-
     monkeypatch.setattr(tokenizer, "chat_template", SOUND)
     expected = tokenizer.apply_chat_template(TURNS, tokenize=False)
     fork = get_context("fork")
     pipe, there = fork.Pipe()
-    worker = fork.Process(target=lambda: there.send(rendered(tokenizer, TURNS)), daemon=True)
+    worker = fork.Process(target=lambda: there.send(rows.rendered(tokenizer, TURNS)), daemon=True)
     worker.start()
     there.close()
     assert pipe.recv() == expected
@@ -499,25 +471,18 @@ def test_a_record_of_any_numbers_is_answered(
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
     """The folder that the faults of ``make faults`` start from."""
-    faults = str(Path(__file__).parent / "faults")
-    sys.path.insert(0, faults)
     import fuzz
-    from commands import FIRST, commands, prepare
+    from commands import FIRST, begun
+
+    def call(line):
+        assert fuzz.called(line)[0] == 0
 
     place = tmp_path_factory.mktemp("faults") / "sound"
-    prepare(place, [*FIRST.values()])
-    by_name = {c.name: c for c in commands(place)}
-    for folder, name in FIRST.items():
-        line = by_name[name].line()
-        line[line.index("out")] = str(place / folder)
-        assert fuzz.called(line)[0] == 0
-    text = ("--calibration", str(place / "text.jsonl"), "--samples", "6", "--length", "32")
-    assert fuzz.called(["observe", str(place / "moe"), str(place / "stats"), *text])[0] == 0
+    begun(place, call, [*FIRST.values()])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moesaic.fitting.search.forms", few_forms)
         fuzz.prepare(place)
         yield place
-    sys.path.remove(faults)
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(4, marks=pytest.mark.nightly)])

@@ -26,6 +26,8 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", OMP_NUM_THREADS="1")
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
+from worker import Limits, contents, ran, seeded, tree  # noqa: E402
+
 WARM = (
     "moesaic.pipeline", "moesaic.report.page", "moesaic.exports", "moesaic.carving.more.method",
     "moesaic.methods.prune.method", "moesaic.observation.files", "moesaic.train.loop",
@@ -41,11 +43,7 @@ Outcome = tuple[str, str]
 
 def undisturbed(command, place: Path) -> tuple[dict[str, object], float]:  # type: ignore[no-untyped-def]
     """What a command makes when nothing happens, and the seconds that takes."""
-    from worker import contents, ran
-
-    cwd = place / "whole" / command.name
-    shutil.rmtree(cwd, ignore_errors=True)
-    cwd.mkdir(parents=True)
+    cwd = fresh(place / "whole" / command.name)
     ended = ran(command.line(), cwd, place / f"said-{os.getpid()}")
     if ended.code:
         raise SystemExit(f"{command.name} fails undisturbed ({ended.code}): {ended.message}")
@@ -54,8 +52,6 @@ def undisturbed(command, place: Path) -> tuple[dict[str, object], float]:  # typ
 
 def finished(command, cwd: Path, whole: dict[str, object], output: Path) -> str:  # type: ignore[no-untyped-def]
     """Go on after a fault until the result is there; what is wrong with it."""
-    from worker import contents, ran
-
     out = cwd / command.out
     if out.exists():
         if contents(out) != whole:
@@ -75,8 +71,6 @@ def finished(command, cwd: Path, whole: dict[str, object], output: Path) -> str:
 
 def killed(command, number: int, place: Path, whole, seconds: float) -> Outcome:  # type: ignore[no-untyped-def]
     """One SIGKILL at a random moment."""
-    from worker import Limits, ran, seeded
-
     moment = seeded("kill", command.name, number).uniform(0, seconds)
     cwd = fresh(place / "kills" / f"{command.name}-{number}")
     output = place / f"said-{os.getpid()}"
@@ -88,8 +82,6 @@ def killed(command, number: int, place: Path, whole, seconds: float) -> Outcome:
 
 def disk_full(command, number: int, place: Path, whole, seconds: float) -> Outcome:  # type: ignore[no-untyped-def]
     """One full disk, for large files or from a file on."""
-    from worker import Limits, ran, seeded
-
     random = seeded("disk", command.name, number)
     sizes = [len(x) for x in whole.values() if isinstance(x, bytes)]
     if number % 2:
@@ -120,8 +112,6 @@ def disk_full(command, number: int, place: Path, whole, seconds: float) -> Outco
 
 def damaged(case, number: int, place: Path) -> Outcome:  # type: ignore[no-untyped-def]
     """One damaged input: exit code 2, one message, nothing written but OUT."""
-    from worker import Limits, ran, tree
-
     cwd = fresh(place / "damage" / f"{number:03d}")
     source, copy = place / case.of, cwd / Path(case.of).name
     (shutil.copytree if source.is_dir() else shutil.copyfile)(source, copy)
@@ -212,11 +202,7 @@ def fuzz(names: Sequence[str], sound: Path) -> list[Outcome]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Everything that was asked for.
-
-    Returns:
-        the exit code: 1 if anything went wrong.
-    """
+    """Everything that was asked for; the exit code is 1 if anything went wrong."""
     kinds = [a for a in arguments if a in KINDS] or list(KINDS)
     names = [a for a in arguments if a not in KINDS]
     jobs = int(os.environ.get("MOESAIC_JOBS", os.cpu_count() or 1))
@@ -228,26 +214,21 @@ def main(arguments: Sequence[str]) -> int:
 
     cli.entry.quiet_libraries()
     import conftest  # noqa: F401  (threads and progress bars as in tests)
-    from commands import FIRST, commands, prepare
+    from commands import begun
     from damage import cases
-    from worker import ran
 
     for module in WARM:
         import_module(module)
     began = time.monotonic()
     place = Path(tempfile.mkdtemp(prefix="moesaic-faults-"))
-    prepare(place / "sound")
     sound = place / "sound"
-    by_name = {c.name: c for c in commands(sound)}
-    text = str(sound / "text.jsonl")
-    for folder, name in FIRST.items():
-        line = [folder if part == "out" else part for part in by_name[name].line()]
-        ended = ran(line, sound, place / "said")
+
+    def call(line: list[str]) -> None:
+        ended = ran(line, place, place / "said")
         if ended.code:
-            print(f"{name} fails undisturbed: {ended.text}")
-            return 1
-    stats = ["observe", "moe", "stats", "--calibration", text, "--samples", "6", "--length", "32"]
-    assert ran(stats, sound, place / "said").code == 0, (place / "said").read_text()
+            raise SystemExit(f"{line[0]} fails undisturbed: {ended.text}")
+
+    by_name = begun(sound, call)
     counts: dict[str, Counter[str]] = {}
 
     def count(kind: str, outcomes: Sequence[Outcome]) -> None:

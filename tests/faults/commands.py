@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from builders import tiny_model, tiny_moe, tiny_tokenizer
+from builders import stored, tiny_model, tiny_moe
 from cases import KEYS, config_of, make_start
 
 from moesaic.data.reader import shipped_texts
@@ -39,8 +39,7 @@ def prepare(place: Path, keys: Sequence[str] = KEYS) -> None:
     place.mkdir(parents=True)
     dense, moe = tiny_model("llama"), tiny_moe("qwen2_moe")
     for name, model in (("dense", dense), ("moe", moe)):
-        model.save_pretrained(place / name, max_shard_size="60KB")
-        tiny_tokenizer().save_pretrained(place / name)
+        stored(model, place / name, max_shard_size="60KB")
     for key in keys:
         make_start(key, place / f"start-{key}")
     text = "\n".join(json.dumps({"text": t}) for t in shipped_texts("calibration", "prose")[:40])
@@ -77,11 +76,8 @@ def commands(place: Path) -> list[Command]:
         f"evaluation: {{data: {place / 'other.jsonl'}, length: 32, max_tokens: 256, rounds: 0, "
         "new_tokens: 2}\n"
     )
-    carved, size = str(place / "carved"), 0
-    for file in (place / "moe").glob("*.safetensors"):
-        size += file.stat().st_size
-    budget = ["--memory", f"{0.8 * size / 1000:.0f}KB", "--windows", "4"]
-    fit = ["fit", str(place / "moe"), "OUT", *budget, "--calibration", text, *TEXT]
+    carved, goal = str(place / "carved"), ["--memory", budget(place), "--windows", "4"]
+    fit = ["fit", str(place / "moe"), "OUT", *goal, "--calibration", text, *TEXT]
     observe = ["observe", str(place / "moe"), "OUT", "--calibration", text, *TEXT]
     return [
         *(of_method(key, place) for key in KEYS),
@@ -95,9 +91,13 @@ def commands(place: Path) -> list[Command]:
     ]
 
 
+def budget(place: Path) -> str:
+    """Four fifths of the mixture's bytes."""
+    return f"{0.8 * sum(f.stat().st_size for f in (place / 'moe').glob('*.safetensors')):.0f}"
+
+
 def _in_llama_cpp() -> list[Command]:
-    """An export for llama.cpp, of a model whose tokenizer it knows; none, and a word about it,
-    where its converter is not there."""
+    """An export for llama.cpp; none, and a word about it, where its converter is not there."""
     try:
         find_converter()
     except MoesaicError as error:
@@ -109,3 +109,16 @@ def _in_llama_cpp() -> list[Command]:
 
 FIRST = {"carved": "carve.more", "pruned": "prune.naee"}
 """Results that are made before anything is damaged, by the name of their folder."""
+
+
+def begun(
+    place: Path, call: Callable[[list[str]], None], keys: Sequence[str] = KEYS
+) -> dict[str, Command]:
+    """All commands by name, and what damage starts from; ``call`` carries out what makes that."""
+    prepare(place, keys)
+    by_name = {c.name: c for c in commands(place)}
+    for folder, name in FIRST.items():
+        call([str(place / folder) if part == "out" else part for part in by_name[name].line()])
+    text = ["--calibration", str(place / "text.jsonl"), *TEXT]
+    call(["observe", str(place / "moe"), str(place / "stats"), *text])
+    return by_name

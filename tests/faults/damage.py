@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from builders import edited
 from safetensors.torch import load_file, save_file
 from worker import seeded
 
@@ -179,14 +180,12 @@ def integers(held: dict[str, Any]) -> None:
 # --- JSON and text -------------------------------------------------------------------------------
 
 
-def edited(name: str, edit: Callable[[Any], Any]) -> Change:
-    """JSON with something else in it."""
+def misplaced(name: str) -> Change:
+    """An index in which a shard has this name."""
 
     def change(where: Path) -> None:
-        file = where / name if where.is_dir() else where
-        content = json.loads(file.read_text())
-        content = edit(content) or content
-        file.write_text(json.dumps(content))
+        places = json.loads((where / INDEX).read_text())["weight_map"]
+        edited(where / INDEX, weight_map={**places, first(places): name})
 
     return change
 
@@ -249,10 +248,7 @@ def models() -> Iterator[Case]:
                 yield Case(f"{kind}: {value} in {name}", kind, spoiled(value, name), command)
         yield Case(f"{kind}: NaN by a flipped bit", kind, flipped(1, False), command)
         for trick in TRICKS:
-            change = edited(
-                INDEX, lambda x, t=trick: x["weight_map"].update({first(x["weight_map"]): t})
-            )
-            yield Case(f"{kind}: a shard named {trick[:30]!r}", kind, change, command)
+            yield Case(f"{kind}: a shard named {trick[:30]!r}", kind, misplaced(trick), command)
         yield Case(f"{kind}: no config", kind, removed(CONFIG), command)
         yield Case(f"{kind}: pickles only", kind, _pickled, command)
 
@@ -267,21 +263,9 @@ def _pickled(where: Path) -> None:
 def plans() -> Iterator[Case]:
     yield Case("a plan without its tensors", "carved", removed("moesaic/plan.safetensors"), APPLY)
     for value in (-7, 10**6):
-
-        def edit(held: dict[str, Any], v: int = value) -> None:
-            held["2.order"][3] = v
-
-        change = _plan_tensors(edit)
+        change = spoiled(value, "2.order")
         yield Case(f"a plan that places neuron {value}", "carved", change, APPLY)
-    yield Case("a plan with a NaN", "carved", _plan_tensors(_nan_router), APPLY)
-
-
-def _plan_tensors(edit: Callable[[dict[str, Any]], None]) -> Change:
-    return lambda where: tensors(edit)(where / "moesaic/plan.safetensors")
-
-
-def _nan_router(held: dict[str, Any]) -> None:
-    held["2.router"][0, 0] = float("nan")
+    yield Case("a plan with a NaN", "carved", spoiled(float("nan"), "2.router"), APPLY)
 
 
 def cases() -> list[Case]:

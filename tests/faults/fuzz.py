@@ -11,7 +11,6 @@ import io
 import json
 import math
 import os
-import resource
 import shutil
 import signal
 import struct
@@ -22,16 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import yaml
+from commands import budget
 from damage import ALIASES, parts, written
-from worker import WRITING, seeded, tree
+from worker import WRITING, limited, seeded, tree
 
 SECONDS = 60
 """Of the processor, for a case."""
-MEMORY = 6 << 30
-"""Bytes that all cases together may take beyond what is mapped before the first."""
 LONGEST = 1000
 """Characters of a message at most."""
 QUICK = ("--keep", "6", "--score", "aimer", "--no-refit", "--no-eval")
@@ -366,49 +365,42 @@ def unfinished(random: Random, where: Path) -> None:
 
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+PRUNED = ("prune", "IN", "out", *QUICK)
+CALIBRATED = ("prune", "IN", "out", *READING, "--calibration")
+READ = ("prune", "MOE", "out", *READING, "--calibration", "IN")
+RESUMED = ("prune", "MOE", "out", *READING, "--calibration", "TEXT", "--resume")
+OBSERVED = ("prune", "MOE", "out", "--keep", "6", "--stats", "IN", "--no-eval")
+FITTED = ("fit", "MOE", "out", *FITTING, "--calibration", "TEXT")
+ASKED = ("eval", "MOE", "--tasks", "IN", *MEASURING)
+REPORTED = ("report", "IN", "--out", "out.html")
+DENSE, PLAN = ("config.json", "generation_config.json"), "moesaic/plan.json"
 KINDS = (
-    Kind("safetensors headers", "moe", header_file, ("prune", "IN", "out", *QUICK)),
-    Kind("indices", "moe", json_file("model.safetensors.index.json"),
-         ("prune", "IN", "out", *QUICK)),
+    Kind("safetensors headers", "moe", header_file, PRUNED),
+    Kind("indices", "moe", json_file("model.safetensors.index.json"), PRUNED),
     Kind("GGUF headers", "model.gguf", gguf_file, ("inspect", "IN")),
-    Kind("plans", "carved", json_file("moesaic/plan.json"), ("apply", "DENSE", "IN", "out")),
-    Kind("plans of mixtures", "pruned", json_file("moesaic/plan.json"),
-         ("apply", "MOE", "IN", "out")),
+    Kind("plans", "carved", json_file(PLAN), ("apply", "DENSE", "IN", "out")),
+    Kind("plans of mixtures", "pruned", json_file(PLAN), ("apply", "MOE", "IN", "out")),
     Kind("headers of results", "carved", json_file("config.json"), ("inspect", "IN")),
-    Kind("statistics", "stats", header_file,
-         ("prune", "MOE", "out", "--keep", "6", "--stats", "IN", "--no-eval")),
-    Kind("result.json", "carved", json_file("moesaic/result.json"),
-         ("report", "IN", "--out", "out.html")),
-    Kind("config.json", "moe", json_file("config.json"), ("prune", "IN", "out", *QUICK)),
-    Kind("config.json, dense", "dense", json_file("config.json", "generation_config.json"),
-         ("inspect", "IN")),
-    Kind("tokenizer files", "moe", json_file(*TOKENIZER),
-         ("prune", "IN", "out", *READING, "--calibration", "TEXT")),
+    Kind("statistics", "stats", header_file, OBSERVED),
+    Kind("result.json", "carved", json_file("moesaic/result.json"), REPORTED),
+    Kind("config.json", "moe", json_file("config.json"), PRUNED),
+    Kind("config.json, dense", "dense", json_file(*DENSE), ("inspect", "IN")),
+    Kind("tokenizer files", "moe", json_file(*TOKENIZER), (*CALIBRATED, "TEXT")),
     Kind("recipes", "recipe.yaml", recipe_file, ("run", "IN", "out=out")),
-    Kind("texts", "text.jsonl", text_file,
-         ("prune", "MOE", "out", *READING, "--calibration", "IN")),
-    Kind("texts as JSON", "text.json", text_as_json,
-         ("prune", "MOE", "out", *READING, "--calibration", "IN")),
-    Kind("texts as Parquet", "text.parquet", table,
-         ("prune", "MOE", "out", *READING, "--calibration", "IN")),
-    Kind("tokens", "tokens.safetensors", header_file,
-         ("prune", "MOE", "out", *READING, "--calibration", "IN")),
-    Kind("questions", "questions.jsonl", questions, ("eval", "MOE", "--tasks", "IN", *MEASURING)),
-    Kind("generation_config.json", "moe", json_file("generation_config.json"),
-         ("prune", "IN", "out", *QUICK)),
-    Kind("formats of weights", "int4", format_of_weights, ("prune", "IN", "out", *QUICK)),
-    Kind("headers of packed weights", "int4", header_file, ("prune", "IN", "out", *QUICK)),
-    Kind("something else in a file's place", "moe", no_file,
-         ("prune", "IN", "out", *READING, "--calibration", "TEXT")),
-    Kind("chat templates", "moe", template,
-         ("prune", "IN", "out", *READING, "--calibration", "TURNS")),
-    Kind("files of a partial run", "out.partial", unfinished,
-         ("prune", "MOE", "out", *READING, "--calibration", "TEXT", "--resume")),
-    Kind("price tables", "prices.json", json_file(),
-         ("fit", "MOE", "out", *FITTING, "--calibration", "TEXT", "--prices", "IN")),
-    Kind("files of a partial search", "out.search", unfinished,
-         ("fit", "MOE", "out", *FITTING, "--calibration", "TEXT", "--resume")),
-)  # fmt: skip
+    Kind("texts", "text.jsonl", text_file, READ),
+    Kind("texts as JSON", "text.json", text_as_json, READ),
+    Kind("texts as Parquet", "text.parquet", table, READ),
+    Kind("tokens", "tokens.safetensors", header_file, READ),
+    Kind("questions", "questions.jsonl", questions, ASKED),
+    Kind("generation_config.json", "moe", json_file("generation_config.json"), PRUNED),
+    Kind("formats of weights", "int4", format_of_weights, PRUNED),
+    Kind("headers of packed weights", "int4", header_file, PRUNED),
+    Kind("something else in a file's place", "moe", no_file, (*CALIBRATED, "TEXT")),
+    Kind("chat templates", "moe", template, (*CALIBRATED, "TURNS")),
+    Kind("files of a partial run", "out.partial", unfinished, RESUMED),
+    Kind("price tables", "prices.json", json_file(), (*FITTED, "--prices", "IN")),
+    Kind("files of a partial search", "out.search", unfinished, (*FITTED, "--resume")),
+)
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -441,7 +433,7 @@ class Watch:
 def prepare(place: Path) -> None:
     """What the cases need beside what commands and damage start from."""
     import torch
-    from builders import tiny_tokenizer
+    from builders import finish, tiny_tokenizer
     from gguf import GGUFWriter
     from released import PUBLISHED, rebuilt
     from safetensors.torch import save_file
@@ -484,46 +476,34 @@ def prepare(place: Path) -> None:
         shapes |= {f"blk.{i}.{n}_norm": (32,) for n in ("attn", "ffn")}
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", np.zeros(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    if not (place / "out.partial").exists():
-        add, count = plan.Progress.add, 0
+    finish(writer)
+    add, count = plan.Progress.add, 0
 
-        def stopping(*arguments: Any) -> None:
-            nonlocal count
-            count += 1
-            if count > 1:
-                raise KeyboardInterrupt
-            add(*arguments)
-
-        plan.Progress.add = stopping  # type: ignore[method-assign]
-        line = ["prune", str(place / "moe"), str(place / "out"), *READING]
-        code, said = called([*line, "--calibration", str(place / "text.jsonl")])
-        plan.Progress.add = add  # type: ignore[method-assign]
-        assert (place / "out.partial").exists(), (code, said)
-    if not (place / "out.search").exists():
-        measure = trials.Trials.measure
-
-        def once(self: trials.Trials, candidate: Any) -> Any:
-            measure(self, candidate)
+    def stopping(*arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > 1:
             raise KeyboardInterrupt
+        add(*arguments)
 
-        trials.Trials.measure = once  # type: ignore[method-assign]
-        there = {"BUDGET": budget(place), "TEXT": str(place / "text.jsonl")}
-        line = [there.get(part, part) for part in (*FITTING, "--calibration", "TEXT")]
-        prices = ["--prices", str(place / "prices.json")]
-        code, said = called(["fit", str(place / "moe"), str(place / "found"), *line, *prices])
-        trials.Trials.measure = measure  # type: ignore[method-assign]
-        assert (place / "found.search").exists(), (code, said)
-        (place / "found.search").rename(place / "out.search")
-        assert (place / "prices.json").exists(), (code, said)
+    line = ["prune", str(place / "moe"), str(place / "out"), *READING]
+    with patch.object(plan.Progress, "add", stopping):
+        code, said = called([*line, "--calibration", str(place / "text.jsonl")])
+    assert (place / "out.partial").exists(), (code, said)
+    measure = trials.Trials.measure
 
+    def once(self: trials.Trials, candidate: Any) -> None:
+        measure(self, candidate)
+        raise KeyboardInterrupt
 
-def budget(place: Path) -> str:
-    """Four fifths of the mixture's bytes."""
-    return f"{0.8 * sum(f.stat().st_size for f in (place / 'moe').glob('*.safetensors')):.0f}"
+    there = {"BUDGET": budget(place), "TEXT": str(place / "text.jsonl"), "MOE": str(place / "moe")}
+    there |= {"out": str(place / "found")}
+    line = [there.get(part, part) for part in FITTED]
+    with patch.object(trials.Trials, "measure", once):
+        code, said = called([*line, "--prices", str(place / "prices.json")])
+    assert (place / "found.search").exists(), (code, said)
+    (place / "found.search").rename(place / "out.search")
+    assert (place / "prices.json").exists(), (code, said)
 
 
 def called(line: Sequence[str]) -> tuple[int, str]:
@@ -588,13 +568,6 @@ def tried(number: int, sound: Path, watch: Watch | None = None) -> tuple[str, st
     if not all(c.isprintable() or c in "\n\t\N{NO-BREAK SPACE}" for c in said):
         return kind.name, f"a message that is not printable: {said[-200:]!r}"
     return kind.name, "refused"
-
-
-def limited() -> None:
-    """Limit this process's memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def serve(numbers: Sequence[int], sound: Path, out: int) -> None:

@@ -78,6 +78,13 @@ def full_after(writes: int) -> None:
     sys.addaudithook(hook)
 
 
+def limited() -> None:
+    """Limit this process's memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
 def _child(arguments: Sequence[str], cwd: Path, output: Path, limits: Limits) -> None:
     handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
@@ -86,9 +93,7 @@ def _child(arguments: Sequence[str], cwd: Path, output: Path, limits: Limits) ->
     os.environ.update(limits.environment)
     sys.argv = ["moesaic", *arguments]
     if limits.memory:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        limited()
     if limits.file_bytes is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
@@ -115,14 +120,7 @@ def _child(arguments: Sequence[str], cwd: Path, output: Path, limits: Limits) ->
 def ran(
     arguments: Sequence[object], cwd: Path, output: Path, limits: Limits | None = None
 ) -> Ended:
-    """Carry out a command in a child process, to its end or to its fault.
-
-    Args:
-        arguments: of ``moesaic``.
-        cwd: the folder it runs in.
-        output: the file that takes its output; it stands outside of everything that is watched.
-        limits: what befalls it.
-    """
+    """Carry out a command in a child process; ``output`` lies outside of all that is watched."""
     limits = limits or Limits()
     began = time.monotonic()
     child = os.fork()
