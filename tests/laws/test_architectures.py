@@ -38,18 +38,9 @@ def some_layers(model, keep=KEEP):
     return {i: CutLayer(torch.arange(keep)) for i in arch.moe_layers(model)}
 
 
-def views(model):
+def first_view(model):
     arch = moe_arch(model.config)
-    found = [arch.mixture(arch.layers(model)[i]) for i in arch.moe_layers(model)]
-    assert found
-    return found
-
-
-def some_sets(count, groups):
-    """A few sets that keep KEEP of ``count`` experts, equally many a group."""
-    for seed in range(4):
-        order = torch.rand(groups, count // groups, generator=torch.Generator().manual_seed(seed))
-        yield (order.argsort(1).argsort(1) < KEEP // groups).flatten()
+    return arch.mixture(arch.layers(model)[arch.moe_layers(model)[0]])
 
 
 # --- all -----------------------------------------------------------------------------------------
@@ -73,10 +64,8 @@ def test_config_round_trips_key_for_key(any_type, tmp_path):
     saved(tmp_path / "out", model, some_layers(model))
     config = AutoConfig.from_pretrained(tmp_path / "out")
     config.save_pretrained(tmp_path / "again")
-    base, out, again = (
-        json.loads((tmp_path / name / "config.json").read_text())
-        for name in ("base", "out", "again")
-    )
+    files = (tmp_path / name / "config.json" for name in ("base", "out", "again"))
+    base, out, again = (json.loads(file.read_text()) for file in files)
     out.pop("architectures"), again.pop("architectures", None), base.pop("architectures", None)
     for alias, name in config.attribute_map.items():  # transformers writes one of two names
         if name in out:
@@ -96,9 +85,8 @@ def test_config_round_trips_key_for_key(any_type, tmp_path):
         assert {out[name] for name in changed} == {KEEP}
     else:
         added = {"moesaic", "auto_map", "model_type", "dtype"}
-        assert {k: v for k, v in out.items() if k not in added} == {
-            k: v for k, v in base.items() if k not in added
-        }
+        ours, theirs = ({k: v for k, v in x.items() if k not in added} for x in (out, base))
+        assert ours == theirs
 
 
 def test_every_step_of_the_contract(any_type):
@@ -129,10 +117,8 @@ def test_reading_from_disk_is_loading(any_type, tokens, tmp_path):
     source = Source("base", tmp_path / "base")
     model = source.load(dtype=torch.bfloat16)
     arch = base_arch(model.config)
-    stream = LayerStream.from_disk(
-        source.checkpoint, model.config, arch, tokens, view=lambda layer: layer, dtype=model.dtype
-    )
-    for site in stream:
+    given = source.checkpoint, model.config, arch, tokens
+    for site in LayerStream.from_disk(*given, view=lambda layer: layer, dtype=model.dtype):
         wanted, found = arch.layers(model)[site.index].state_dict(), site.layer.state_dict()
         assert equal(wanted, found)
         assert all(found[name].dtype == tensor.dtype for name, tensor in wanted.items())
@@ -145,9 +131,8 @@ def test_all_experts_are_the_dense_model(model_type, tokens):
     dense = tiny_model(model_type).double()
     carved = copy.deepcopy(dense)
     converted(carved, dict(whole_plan(dense, dense_arch(dense.config)).layers))
-    torch.testing.assert_close(
-        logits(carved, tokens), logits(dense, tokens), rtol=1e-10, atol=1e-10
-    )
+    found, wanted = (logits(model, tokens) for model in (carved, dense))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_weights_are_the_bases_own_only_permuted(model_type):
@@ -170,7 +155,7 @@ def test_weights_are_the_bases_own_only_permuted(model_type):
 @torch.no_grad()
 def test_an_experts_weights_are_its_output(moe):
     x_TD = torch.randn(8, 32)
-    view = views(moe)[0]
+    view = first_view(moe)
     gate, up, down = view.weights_of(3)
     if moe.config.model_type == "gpt_oss":  # biases and a clamped gate besides
         assert (gate.shape, up.shape, down.shape) == ((16, 32), (16, 32), (32, 16))
@@ -181,13 +166,13 @@ def test_an_experts_weights_are_its_output(moe):
 
 def test_candidate_sets_can_share_one_call(moe):
     """Choice biases are masked row by row, too."""
-    view = views(moe)[0]
+    view = first_view(moe)
     groups = view.arch.group_count(moe.config)
     logits_TE = torch.randn(16, 8)
-    sets_CE = torch.stack(list(some_sets(8, groups)))
-    together = view.routing.weights(
-        logits_TE.repeat_interleave(len(sets_CE), 0), sets_CE.repeat(len(logits_TE), 1)
-    ).view(16, len(sets_CE), 8)
+    draws = torch.rand(4, groups, 8 // groups, generator=torch.Generator().manual_seed(0))
+    sets_CE = (draws.argsort(-1).argsort(-1) < KEEP // groups).flatten(1)
+    every_TE = logits_TE.repeat_interleave(len(sets_CE), 0)
+    together = view.routing.weights(every_TE, sets_CE.repeat(16, 1)).view(16, len(sets_CE), 8)
     for c, kept_E in enumerate(sets_CE):
         alone = view.routing.weights(logits_TE, kept_E.expand_as(logits_TE))
         assert torch.equal(together[:, c], alone)

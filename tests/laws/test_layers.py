@@ -19,10 +19,12 @@ from builders import (
     condensed_layer,
     configured,
     converted,
+    drawn,
     equal,
     is_own,
     loaded,
     logits,
+    nightly,
     same,
     saved,
     tiny_model,
@@ -46,6 +48,9 @@ from moesaic.plans.neurons import filled_up
 from moesaic.record import WEIGHTS
 from moesaic.surgery import base_shape, check_base, headers_of
 
+TWO, FIRST, EVEN = torch.tensor([0, 2]), torch.arange(8), torch.arange(0, 24, 2)
+ROOMY = torch.tensor([*range(16), -1, -1])
+GATED = {"routing": "threshold", "gate": {"tau": 0.5}}
 Sample = tuple[Any, dict[int, LayerPlan]]
 """A tiny model and its layers that are converted."""
 
@@ -59,10 +64,8 @@ def mixture(layer, model_type="mixtral"):
 
 
 def shared_weights(i, **options):
-    generator = torch.Generator().manual_seed(i)
-    experts = torch.stack([torch.randperm(64, generator=generator)[:24].sort().values] * 2)
-    experts[1] = torch.randperm(64, generator=generator)[:24].sort().values
-    return OverlappingLayer(experts, torch.randn(2, 32, generator=generator), **options)
+    experts = torch.stack([some_neurons(64, 24, seed) for seed in (i, i + 9)])
+    return OverlappingLayer(experts, drawn(2, 32, seed=i), **options)
 
 
 def cut_attention():
@@ -93,6 +96,11 @@ def slim_layer(kept, **options):
     return CutLayer(torch.tensor([*kept]), neurons, 16, **options)
 
 
+def refitted_shared_path():
+    options = {"down_E": torch.randn(2, 32, 8), "shared_DS": torch.randn(32, 8)}
+    return mixture(slim_layer([0, 2], shared_S=FIRST, **options), "qwen2_moe")
+
+
 SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
     "carved": {
         "experts": lambda: dense(lambda i: carved_layer(40, (12, 12), seed=i)),
@@ -102,11 +110,7 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
         "new down projections": lambda: dense(
             lambda i: carved_layer(40, (12, 12), seed=i, down_DM=torch.randn(32, 64))
         ),
-        "gates": lambda: dense(
-            lambda i: carved_layer(
-                32, (8, 8, 8, 8), i, top_k=4, routing="threshold", gate={"tau": 0.5}
-            )
-        ),
+        "gates": lambda: dense(lambda i: carved_layer(32, (8, 8, 8, 8), i, top_k=4, **GATED)),
     },
     "overlapping": {
         "shared weights": lambda: dense(shared_weights),
@@ -118,46 +122,30 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
         "fewer experts": lambda: mixture(CutLayer(torch.tensor([0, 2, 3, 7]))),
         "biased experts": lambda: mixture(CutLayer(torch.tensor([1, 5])), "gpt_oss"),
         "and padded": lambda: mixture(CutLayer(torch.tensor([1, 5, 6])).padded(6), "gpt_oss"),
-        "fewer, new down projections": lambda: mixture(
-            CutLayer(torch.tensor([0, 2]), down_E=torch.randn(2, 32, 16))
-        ),
+        "fewer, new down projections": lambda: mixture(CutLayer(TWO, down_E=drawn(2, 32, 16))),
         "a dense layer": lambda: dense(lambda i: narrow_layer(i)),
         "and remembered": lambda: dense(lambda i: narrow_layer(i, counted=True)),
         "dense, fused": lambda: dense(lambda i: narrow_layer(i), "phi3"),
         "dense, not gated": lambda: dense(lambda i: narrow_layer(i), "phi"),
         "dense, new down projection": lambda: dense(
-            lambda i: narrow_layer(i, down_E=torch.randn(1, 32, 24))
+            lambda i: narrow_layer(i, down_E=drawn(1, 32, 24))
         ),
         "narrower experts": lambda: mixture(slim_layer(range(8))),
         "fewer and narrower": lambda: mixture(slim_layer([1, 5])),
         "biases, by turns": lambda: mixture(slim_layer([1, 5, 6]), "gpt_oss"),
         "fused": lambda: mixture(slim_layer([0, 7]), "granitemoe"),
         "padded": lambda: mixture(slim_layer([1, 5, 6]).padded(6), "gpt_oss"),
-        "a shared path": lambda: mixture(
-            slim_layer(range(8), shared_S=torch.arange(0, 24, 2)), "qwen2_moe"
-        ),
-        "one beside": lambda: mixture(
-            slim_layer([2, 3], shared_S=torch.arange(8)), "granitemoeshared"
-        ),
-        "one filled up": lambda: mixture(
-            slim_layer(range(8), shared_S=torch.tensor([*range(16), -1, -1])), "glm4_moe"
-        ),
+        "a shared path": lambda: mixture(slim_layer(range(8), shared_S=EVEN), "qwen2_moe"),
+        "one beside": lambda: mixture(slim_layer([2, 3], shared_S=FIRST), "granitemoeshared"),
+        "one filled up": lambda: mixture(slim_layer(range(8), shared_S=ROOMY), "glm4_moe"),
         "new down projections": lambda: mixture(slim_layer([0, 2], down_E=torch.randn(2, 32, 8))),
         "of different widths": lambda: mixture(uneven_layer()),
-        "and of the shared path": lambda: mixture(
-            slim_layer(
-                [0, 2],
-                down_E=torch.randn(2, 32, 8),
-                shared_S=torch.arange(8),
-                shared_DS=torch.randn(32, 8),
-            ),
-            "qwen2_moe",
-        ),
+        "and of the shared path": refitted_shared_path,
         "top2": lambda: mixture(CutLayer(beta=0.7, rule="top2")),
         "tail": lambda: mixture(CutLayer(beta=0.3, rule="tail"), "deepseek_v3"),
         "one a token": lambda: mixture(CutLayer(top_k=1)),
         "fewer, narrower, and skipping": lambda: mixture(
-            slim_layer([1, 5, 6], shared_S=torch.arange(8), beta=0.7, rule="top2"), "qwen2_moe"
+            slim_layer([1, 5, 6], shared_S=FIRST, beta=0.7, rule="top2"), "qwen2_moe"
         ),
         "of groups": lambda: mixture(CutLayer(top_k=1), "deepseek_v3"),
     },
@@ -166,7 +154,7 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
         "with experts": lambda: mixture(condensed_layer([3, 1], 56), "glm4_moe"),
         "a gate": lambda: mixture(condensed_layer([3], 40, gated=24), "qwen2_moe"),
         "new down projections": lambda: mixture(
-            condensed_layer([3], 16, shared=False, down_DM=torch.randn(32, 16))
+            condensed_layer([3], 16, shared=False, down_DM=drawn(32, 16))
         ),
         "nothing": lambda: mixture(NO_FFN),
     },
@@ -367,7 +355,9 @@ def test_use_is_counted_from_the_tensors(sample):
             and p.shape[0] > 1
             and not hasattr(module, "top_k")
         )
-        assert use.ffn - ffn in (0, -sum(p.numel() for p in bias_of(layer))), (use, ffn)
+        biases = ("gate_up_proj_bias", "down_proj_bias")  # in matrices of their own
+        bias = sum(p.numel() for name, p in layer.named_parameters() if name.endswith(biases))
+        assert use.ffn - ffn in (0, -bias), (use, ffn)
         assert use.active_width <= use.width
         assert use.active_ffn <= use.ffn
         if plan.weights == "own" and use.copied == 0:
@@ -376,12 +366,6 @@ def test_use_is_counted_from_the_tensors(sample):
     assert size.total_parameters == sum(p.numel() for p in model.parameters())
     assert size.active_parameters <= size.total_parameters
     assert 0 < size.active_ratio <= 1
-
-
-def bias_of(layer):
-    """Biases of experts that lie in matrices of their own."""
-    names = ("gate_up_proj_bias", "down_proj_bias")
-    return [p for name, p in layer.named_parameters() if name.endswith(names)]
 
 
 def test_words_and_numbers_of_a_layer(sample):
@@ -422,10 +406,7 @@ def test_refit_says_so_or_is_refused(sample, tokens):
 # --- what cannot be ------------------------------------------------------------------------------
 
 HOSTILE = [("overlapping", "attention"), ("cut", "a shared path"), ("cut", "and padded")]
-HOSTILE += [
-    pytest.param(kind, name, marks=pytest.mark.nightly)
-    for kind, name in {kind: (kind, name) for kind, name in reversed(CASES)}.values()
-]
+HOSTILE += [nightly(*case) for case in {case[0]: case for case in reversed(CASES)}.values()]
 WRONG: dict[type, tuple[Any, ...]] = {
     bool: ("x",), int: (-7, 10**12, "x"), float: (-7.0, float("nan"), "x"), str: ("x", 3),
     list: ([], ["x"], 3), dict: ({}, 3), type(None): (3,),

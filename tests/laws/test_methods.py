@@ -17,7 +17,7 @@ from typing import Any
 import carry_out
 import pytest
 import torch
-from builders import equal, launch, loaded, logits, same, weights
+from builders import equal, launch, loaded, logits, nightly, same, weights
 from cases import KEYS, OPTIONS, config_of, make_start, many_tokens, model_of, request_of, result_of
 from safetensors.torch import load_file, save_file
 
@@ -53,11 +53,16 @@ def whole(key, mode, folder, accumulate, **options):
     if accumulate > 1 and learns(key):
         config = replace(config, accumulate=accumulate)
     result = made(key, mode, folder, config=config)
+    write(result, out)
+    save_file({"logits": logits(result.model, many_tokens().rows(slice(2)))}, out / "logits")
+    return out
+
+
+def write(result, out):
+    """A result's files, and its summary beside them."""
     out.mkdir()
     result.write(out)
     (out / "summary.json").write_text(json.dumps(dict(result.summary)))
-    save_file({"logits": logits(result.model, many_tokens().rows(slice(2)))}, out / "logits")
-    return out
 
 
 @cache
@@ -69,11 +74,6 @@ def start_of(key, folder):
 def made(key, mode, folder, **options):
     """What a method makes of its tiny model, given live or by its folder."""
     return result_of(key, **model_of(start_of(key, folder), mode == "memory"), **options)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("methods")
 
 
 def learns(key):
@@ -130,10 +130,8 @@ PAPERS = {
     "prune.naee": {"score": "reconstruction", "refit": False, "progressive": False},
     "slim.neurons": {"score": "energy", "allocate": "experts", "refit": False},
     "skip.naee": {"quantile": 0.5, "rule": "auto", "betas": ()},
-    "condense.cd-moe": {
-        **{"metric": "js", "expert_search": "greedy", "layer_search": "greedy"},
-        **{"keep": "shared", "refit": False},
-    },
+    "condense.cd-moe": {"metric": "js", "expert_search": "greedy", "layer_search": "greedy"}
+    | {"keep": "shared", "refit": False},
     "tune.sft": {"what": "condensed", "lr": 1e-4, "warmup": 0.1, "teacher": ""},
 }
 """What each paper does, in its own text or its authors' code."""
@@ -165,11 +163,8 @@ def test_from_disk_is_from_memory(key, place):
     assert equal(load_file(disk / "logits"), load_file(memory / "logits"))
 
 
-DECIDING = {
-    "prune.naee": {"refit": False},
-    "skip.naee": {},
-    "slim.neurons": {"score": "energy", "refit": False},
-}
+DECIDING = {"prune.naee": {"refit": False}, "skip.naee": {}}
+DECIDING |= {"slim.neurons": {"score": "energy", "refit": False}}
 """Methods that decide from statistics, and settings by which nothing else is needed."""
 
 
@@ -329,10 +324,8 @@ def test_the_caller_finds_all_as_it_was(key, place):
     ("mode", "keys"),
     [
         ("disk", KILLED),
-        pytest.param(
-            "disk", tuple(key for key in KEYS if key not in KILLED), marks=pytest.mark.nightly
-        ),
-        pytest.param("memory", KEYS, marks=pytest.mark.nightly),
+        nightly("disk", tuple(key for key in KEYS if key not in KILLED)),
+        nightly("memory", KEYS),
     ],
     ids=["disk", "others", "memory"],
 )
@@ -363,9 +356,7 @@ def test_killed_and_resumed_is_whole(mode, keys, place, tmp_path):
         kept = {f: f.read_bytes() for f in progress.glob("layer-*.safetensors")}
         result = made(key, mode, place, resume_from=progress)
         assert kept == {f: f.read_bytes() for f in kept}, f"{key}: decided otherwise"
-        out.mkdir()
-        result.write(out)
-        (out / "summary.json").write_text(json.dumps(dict(result.summary)))
+        write(result, out)
         check_same(out, whole(key, mode, place, 1))
 
 
@@ -373,8 +364,8 @@ def test_killed_and_resumed_is_whole(mode, keys, place, tmp_path):
     ("mode", "count", "shared"),
     [
         ("disk", 2, [(key, {}) for key in KILLED] + SHARED[-1:]),
-        pytest.param("memory", 2, SHARED, marks=pytest.mark.nightly),
-        pytest.param("disk", 3, SHARED, marks=pytest.mark.nightly),
+        nightly("memory", 2, SHARED),
+        nightly("disk", 3, SHARED),
     ],
     ids=["two", "in memory", "three"],
 )

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import pytest
 import torch
-from builders import equal, loaded, logits, same_model
+from builders import drawn_ids, equal, loaded, logits, nightly, same_model
 from shrunken import small_model
 
 from moesaic import CondenseConfig, MoesaicError, Recipe, SkipConfig, Tokens, TopKConfig
@@ -55,12 +55,12 @@ def types(*by_day):
     others = (name for name in OTHERS if name not in WHOLE)
     return [
         *by_day,
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in rest),
+        *map(nightly, rest),
         *(pytest.param(name, marks=pytest.mark.slow) for name in others),
     ]
 
 
-TEXT = Tokens(torch.randint(1, 384, (8, 16), generator=torch.Generator().manual_seed(1)))
+TEXT = Tokens(drawn_ids(8, 16))
 
 BIASED, TURNED, UNGATED = {"gpt_oss"}, {"aria_text", "gpt_oss", "llama4_text"}, {"nemotron_h"}
 OWN_GATE = {"deepseek_v4", "gpt_oss", "hy_v4", "inkling2_text"}
@@ -83,14 +83,7 @@ class Tried:
         self.arch, self.layers = arch, arch.moe_layers(self.model)
 
     def refused(self, verb, config, why, **options):
-        """A verb's result; None where it says that this architecture cannot have it.
-
-        Args:
-            verb: its name.
-            config: its options.
-            why: the architectures that it must refuse, and no others.
-            options: further ones.
-        """
+        """A verb's result; None where it refuses, which it must ``why``, for these types alone."""
         if not (why if isinstance(why, bool) else self.model_type in why):
             return verb_of(verb, self.model, config, text=TEXT, **options)
         with pytest.raises(MoesaicError, match=self.model_type):
@@ -247,9 +240,6 @@ def seen(request):
     return Tried(request.param)
 
 
-# --- prune ---------------------------------------------------------------------------------------
-
-
 def test_prune_by_every_criterion(seen):
     """Eq. 3's loss is that of the block as it is pruned, and no other criterion has a lower one."""
     names = tuple(name for name in CRITERIA if name != "reconstruction")
@@ -268,10 +258,8 @@ def test_prune_by_every_criterion(seen):
 def test_criteria_by_hand(seen):
     """Frequency, gate, EAN and REAP from the experts' module itself, one expert at a time."""
     names = ("frequency", "gate", "ean", "reap")
-    made = {
-        name: seen.refused("prune", PruneConfig(keep=6, score=name, refit=False), set())
-        for name in names
-    }
+    configs = {name: PruneConfig(keep=6, score=name, refit=False) for name in names}
+    made = {name: seen.refused("prune", configs[name], set()) for name in names}
     for i in seen.layers:
         x_TD, view = seen.inputs[i], seen.view(i)
         with seen.handing(i):
@@ -301,11 +289,7 @@ def test_criteria_by_hand(seen):
 @pytest.mark.usefixtures("short_text")
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        pytest.param({"progressive": True}, marks=pytest.mark.nightly),
-        pytest.param({"allocate": "layers"}, marks=pytest.mark.nightly),
-    ],
+    [{}, nightly({"progressive": True}), nightly({"allocate": "layers"})],
     ids=["", "progressive", "layers"],
 )
 def test_a_refit_never_raises_the_error_of_pruning(options, seen):
@@ -335,14 +319,10 @@ def test_prune_by_counts_that_differ(seen):
     seen.check(result.plan.layers, result.model)
 
 
-# --- slim ----------------------------------------------------------------------------------------
-
-
 def test_slim_by_every_score(seen):
     scores = tuple(name for name in SCORES if name != "energy")
-    result = seen.refused(
-        "slim", SlimConfig(keep=0.5, score="energy", refit=False), set(), compare=scores
-    )
+    config = SlimConfig(keep=0.5, score="energy", refit=False)
+    result = seen.refused("slim", config, set(), compare=scores)
     seen.check(result.plan.layers, result.model)
     for plan in result.comparisons.values():
         seen.check(plan.layers, result.build(plan))
@@ -361,9 +341,8 @@ def test_slim_by_every_score(seen):
 )
 def test_slim_by_every_allocation(options, seen):
     why = BIASED | TURNED | UNGATED if "experts" in options.get("allocate", "") else set()
-    result = seen.refused(
-        "slim", SlimConfig(**{"keep": 0.5, "score": "energy", "refit": False, **options}), why
-    )
+    config = SlimConfig(**{"keep": 0.5, "score": "energy", "refit": False, **options})
+    result = seen.refused("slim", config, why)
     if result is not None:
         seen.check(result.plan.layers, result.model)
 
@@ -373,9 +352,6 @@ def test_a_refit_never_raises_the_error_of_slimming(seen):
     plain = seen.refused("slim", SlimConfig(keep=0.5, refit=False), set())
     refit = seen.refused("slim", SlimConfig(keep=0.5, refit=True), set())
     check_refit(seen, plain, refit, {})
-
-
-# --- condense ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", ["shared", "shared+routed", "attention", "nothing"])
@@ -410,9 +386,6 @@ def test_condense(keep, seen):
         )
         refit = seen.refused("condense", replace(config, refit=True), set())
         assert seen.error(last, refit.model) <= seen.error(last, result.model) * 1.0001
-
-
-# --- skip ----------------------------------------------------------------------------------------
 
 
 def test_skip(seen):

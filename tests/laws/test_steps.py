@@ -50,11 +50,6 @@ def tried(pair):
     return pytest.param(*pair, id=" then ".join(pair), marks=marks)
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("steps")
-
-
 @cache
 def first_step(name, place):
     key, options = FIRST_TOO.get(name, (name, {}))

@@ -5,7 +5,6 @@ weights is compared with the weights.
 """
 
 import html
-import io
 import json
 import re
 from dataclasses import fields, replace
@@ -13,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import is_own, loaded, pages
+from builders import is_own, loaded, nightly, pages
 from cases import KEYS, make_start, variants
-from rich.console import Console
+from test_report import printed
 
 import moesaic
-from moesaic import Calibration, Evaluation, Recipe, Record, report
+from moesaic import Calibration, Evaluation, Recipe, Record
 from moesaic.arch.lookup import base_arch
 from moesaic.methods import METHODS
 from moesaic.surgery import routed_modules
@@ -57,52 +56,28 @@ def cases():
             yield pytest.param(key, config, id=f"{key}: {name}", marks=marks)
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("words")
-
-
-def asked(start, out, config, **changes):
-    """The recipe of one step, on a few pages."""
-    text = Calibration(pages("calibration"), samples=12, length=32)
-    measured = replace(SMALL, data=pages("evaluation"), **changes)
-    return Recipe(str(start), str(out), (config,), text, measured)
-
-
-def carried_out(key, config, place, out):
-    """The record of a run through its recipe."""
+def carried_out(key, config, place, out, **changes):
+    """The model of a run of one step on a few pages, and its record."""
     start = place / f"{key}-start"
     if not start.exists():
         make_start(key, start)
     if getattr(config, "teacher", ""):
-        config = replace(config, teacher=str(place / f"{key}-start-before"))
-    return start, moesaic.run_recipe(asked(start, out, config))
-
-
-def printed(record):
-    console = Console(width=200, file=io.StringIO())
-    console.print(report.terminal(record))
-    return console.file.getvalue()
+        config = replace(config, teacher=f"{start}-before")
+    text = Calibration(pages("calibration"), samples=12, length=32)
+    measured = replace(SMALL, data=pages("evaluation"), **changes)
+    return start, moesaic.run_recipe(Recipe(str(start), str(out), (config,), text, measured))
 
 
 def visible(page):
     """The words of a page, drawings included."""
     text = re.sub(r"<(style|script)\b.*?</\1>", " ", page, flags=re.DOTALL)
-    words = html.unescape(re.sub(r"<[^>]+>", " ", text)).replace(
-        "\N{RIGHT SINGLE QUOTATION MARK}", "'"
-    )
-    return re.sub(r"\s+", " ", words)
+    words = html.unescape(re.sub(r"<[^>]+>", " ", text))
+    return re.sub(r"\s+", " ", words.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
 
 
 def plain(markdown):
     """Markdown without escapes and without the recipe, which names every option."""
     return re.sub(r"\\(.)", r"\1", re.sub(r"```yaml.*?```", " ", markdown, flags=re.DOTALL))
-
-
-def rest_of(model, arch):
-    """Tensors outside of decoder layers."""
-    inside = f"{arch.layers_path}."
-    return {n: t for n, t in model.state_dict().items() if not n.startswith(inside)}
 
 
 def own_layers(start, out):
@@ -121,8 +96,9 @@ def own_layers(start, out):
         ]
         known = [p for p in old.parameters() if p.dim() > 1]
         found.append(all(is_own(p, known) for p in matrices if p.numel()))
-    a, b = rest_of(base, arch), rest_of(model, arch)
-    return found, all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+    rest = [n for n in base.state_dict() if not n.startswith(f"{arch.layers_path}.")]
+    a, b = base.state_dict(), model.state_dict()
+    return found, all(torch.equal(a[name], b[name]) for name in rest)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's
@@ -133,12 +109,10 @@ def test_card_page_and_terminal_are_true(key, config, place, tmp_path):
     written = json.loads((out / "moesaic/result.json").read_text())
     assert json.loads(json.dumps(Record.from_json(written).as_json())) == written
     (step,) = record.steps
-    card, page = (
-        plain((out / "README.md").read_text()),
-        visible((out / "moesaic/report.html").read_text()),
-    )
+    card = plain((out / "README.md").read_text())
+    page = visible((out / "moesaic/report.html").read_text())
     title = next(line for line in card.splitlines() if line.startswith("# "))
-    everything = {"card": card, "page": page, "terminal": printed(record), "title": title}
+    everything = {"card": card, "page": page, "terminal": printed(record, 200), "title": title}
 
     # the weights
     layers, rest = own_layers(start, out)
@@ -148,10 +122,9 @@ def test_card_page_and_terminal_are_true(key, config, place, tmp_path):
     assert (step.weights == "trained") == trained
     for layer, is_its_own in zip(record.layers, layers, strict=True):
         assert is_its_own or layer.weights != "own", layer
-    assert bool(OWN.search(card)) == own
-    assert bool(OWN.search(page)) == own
-    assert bool(TRAINED.search(card)) == ("training" not in step.summary)
-    assert bool(TRAINED.search(page)) == ("training" not in step.summary)
+    for text in (card, page):
+        assert bool(OWN.search(text)) == own
+        assert bool(TRAINED.search(text)) == ("training" not in step.summary)
 
     # the names
     for name in NAMES:
@@ -180,7 +153,7 @@ def test_card_page_and_terminal_are_true(key, config, place, tmp_path):
 
 COMPARED = [("prune.naee", "random"), ("condense.cd-moe", "1"), ("carve.more", "static")]
 COMPARED += [
-    pytest.param(key, name, marks=pytest.mark.nightly)
+    nightly(key, name)
     for key in KEYS
     for name in METHODS[key].variants
     if key != "prune.naee" and (key, name) not in COMPARED
@@ -193,11 +166,8 @@ def test_comparisons_are_named_as_what_they_are(key, compare, place, tmp_path):
     config = next(iter(variants(key)))
     if key == "condense.cd-moe":
         config = replace(config, count=2)
-    start = place / f"{key}-start"
-    if not start.exists():
-        make_start(key, start)
     out = tmp_path / "out"
-    record = moesaic.run_recipe(asked(start, out, config, compare=(compare,)))
+    _, record = carried_out(key, config, place, out, compare=(compare,))
     assert compare in record.measured["scores"]
     assert record.steps[0].variants == {compare: config.compared(compare)}
     page = visible((out / "moesaic/report.html").read_text())
