@@ -379,6 +379,12 @@ def quantise(folder: Path, form: Any, chosen: Callable[[str, Tensor], bool]) -> 
     return folder
 
 
+def quantised_experts(model: Any, folder: Path, form: Any) -> Path:
+    """Store a mixture whose experts alone are in a format."""
+    model.save_pretrained(folder)
+    return quantise(folder, form, lambda name, _: ".experts." in name and "bias" not in name)
+
+
 # --- files ---------------------------------------------------------------------------------------
 
 
@@ -394,6 +400,25 @@ def opened(folder: Path) -> Iterator[dict[str, Tensor]]:
     tensors = load_file(folder / "model.safetensors")
     yield tensors
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_others(source: Path, out: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A copy of a model's folder with other tensors in its one file."""
+    shutil.copytree(source, out)
+    with opened(out) as tensors:
+        change(tensors)
+    return out
+
+
+def altered(name: str, change: Callable[[Any], Any] | None = None) -> Callable[..., None]:
+    """Changes one of some tensors by name; without a change that one is gone."""
+
+    def alter(tensors: dict[str, Any]) -> None:
+        before = tensors.pop(name, None)
+        if change is not None:
+            tensors[name] = change(before)
+
+    return alter
 
 
 def finish(writer: Any) -> None:
@@ -442,6 +467,11 @@ def weights(folder: Path) -> dict[str, Tensor]:
 def inside(folder: Path) -> set[str]:
     """The files under a folder, by their paths in it."""
     return {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files under a folder with what they hold."""
+    return {name: (folder / name).read_bytes() for name in inside(folder)}
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

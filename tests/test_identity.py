@@ -2,14 +2,13 @@
 
 import json
 import re
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from builders import (
+    altered,
     any_model,
     carved_model,
     edited,
@@ -17,10 +16,10 @@ from builders import (
     examples,
     loaded,
     logits,
-    opened,
     tiny_model,
     tiny_moe,
     weights,
+    with_others,
 )
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -58,14 +57,6 @@ def text(tokens, folder):
     return str(folder / "text.safetensors")
 
 
-def changed(source, out, change):
-    """A copy of a model's folder with other tensors in its one file."""
-    shutil.copytree(source, out)
-    with opened(out) as tensors:
-        change(tensors)
-    return out
-
-
 # --- fingerprints --------------------------------------------------------------------------------
 
 
@@ -78,25 +69,20 @@ def test_a_fingerprint_is_of_names_shapes_types_and_values(tmp_path):
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     assert Checkpoint(tmp_path / "shards").fingerprint == own
 
-    def renamed(t):
-        t["model.norm.wait"] = t.pop("model.norm.weight")
-
-    def reshaped(t):
-        t["lm_head.weight"] = t["lm_head.weight"].T.contiguous()
-
-    def retyped(t):
-        t["model.norm.weight"] = t["model.norm.weight"].view(torch.int32)
-
-    def nudged(t):
-        t["model.norm.weight"][3] += 1e-3
-
     def swapped(t):
         name = "model.layers.0.self_attn.{}_proj.weight".format
         t[name("k")], t[name("v")] = t[name("v")], t[name("k")]
 
-    for change in (renamed, reshaped, retyped, nudged, swapped):
-        folder = changed(tmp_path / "a", tmp_path / change.__name__, change)
-        assert Checkpoint(folder).fingerprint != own, change.__name__
+    norm = "model.norm.weight"
+    for name, change in {
+        "renamed": lambda t: t.update({"model.norm.wait": t.pop(norm)}),
+        "reshaped": altered("lm_head.weight", lambda t: t.T.contiguous()),
+        "retyped": altered(norm, lambda t: t.view(torch.int32)),
+        "nudged": lambda t: t[norm][3].add_(1e-3),
+        "swapped": swapped,
+    }.items():
+        folder = with_others(tmp_path / "a", tmp_path / name, change)
+        assert Checkpoint(folder).fingerprint != own, name
 
 
 def test_a_live_models_fingerprint_changes_with_its_weights():
@@ -126,17 +112,15 @@ def test_only_a_sample_of_a_large_tensor_is_read(tmp_path):
     big = {"x": torch.zeros(4_000_000, dtype=torch.uint8)}
     save_file(big, tmp_path / "a.safetensors")
     own = checkpoint.stored_fingerprint(checkpoint.stored_in(tmp_path / "a.safetensors"))
+    live = checkpoint.tensors_fingerprint(big)
     (_, gap), (inside, _) = checkpoint.pieces(4_000_000, 1)[:2]
     for at, seen in ((gap + 1, False), (inside + 1, True)):
         other = {"x": big["x"].clone()}
         other["x"][at] = 1
         save_file(other, tmp_path / "b.safetensors")
-        assert (
-            checkpoint.stored_fingerprint(checkpoint.stored_in(tmp_path / "b.safetensors")) != own
-        ) is seen
-        assert (
-            checkpoint.tensors_fingerprint(other) != checkpoint.tensors_fingerprint(big)
-        ) is seen
+        stored = checkpoint.stored_in(tmp_path / "b.safetensors")
+        assert (checkpoint.stored_fingerprint(stored) != own) is seen
+        assert (checkpoint.tensors_fingerprint(other) != live) is seen
 
 
 # --- progress, statistics, plans ------------------------------------------------------------------
@@ -148,12 +132,6 @@ def pair(tmp_path):
     for name, seed in (("a", 0), ("b", 1)):
         tiny_moe("qwen2_moe", seed=seed).save_pretrained(tmp_path / name)
     return str(tmp_path / "a"), str(tmp_path / "b")
-
-
-VERBS: dict[str, tuple[Callable[..., Any], Any]] = {
-    "prune": (moesaic.prune, PruneConfig(keep=5)),
-    "skip": (moesaic.skip, SkipConfig()),
-}
 
 
 RUNS: dict[str, tuple[Any, str, Any, Any]] = {
@@ -213,7 +191,7 @@ def test_what_was_asked_otherwise_is_named_and_no_fingerprint_is_shown(pair, tok
 def test_statistics_of_other_weights_are_refused(pair, tokens, tmp_path):
     """The shape alone was looked at."""
     a = moesaic.observe(pair[0], tmp_path / "a.st", calibration=tokens)
-    for call, config in (VERBS["prune"], VERBS["skip"]):
+    for call, config in ((moesaic.prune, PruneConfig(keep=5)), (moesaic.skip, SkipConfig())):
         with pytest.raises(MoesaicError, match="another model") as refused:
             call(pair[1], config, stats=str(a))
         assert pair[0] in str(refused.value)
@@ -265,13 +243,8 @@ def test_a_plan_for_other_weights_is_not_applied(live, dtype, pair, tokens, tmp_
 
 def test_a_step_that_was_saved_is_used_only_if_it_is_the_same(pair, tokens, tmp_path, monkeypatch):
     """A saved step of a recipe was reused whatever it was."""
-    recipe = Recipe(
-        pair[0],
-        str(tmp_path / "out"),
-        (PruneConfig(keep=5), SkipConfig()),
-        Calibration(text(tokens, tmp_path)),
-        evaluation=None,
-    )
+    steps, calibration = (PruneConfig(keep=5), SkipConfig()), Calibration(text(tokens, tmp_path))
+    recipe = Recipe(pair[0], str(tmp_path / "out"), steps, calibration, evaluation=None)
 
     def stop(*_, **__):
         raise KeyboardInterrupt
@@ -346,24 +319,16 @@ def test_a_training_that_is_whole_takes_no_step_more(tmp_path):
 # --- nothing random -------------------------------------------------------------------------------
 
 
-def drop(tensors):
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+UP = "model.layers.1.mlp.up_proj.weight"
+DROP, ADD = altered(UP), altered("model.layers.1.mlp.left_proj.weight", lambda _: torch.zeros(3))
+CUT = altered(UP, lambda up: up[:-1].clone())
 
 
-def add(tensors):
-    tensors["model.layers.1.mlp.left_proj.weight"] = torch.zeros(3)
-
-
-def cut(tensors):
-    name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name] = tensors[name][:-1].clone()
-
-
-@pytest.mark.parametrize("change", [drop, add, cut])
+@pytest.mark.parametrize("change", [DROP, ADD, CUT], ids=["drop", "add", "cut"])
 def test_a_result_that_is_not_whole_does_not_load(change, tmp_path):
     """Missing weights came out random, with a warning that was switched off."""
     hub.save_live(carved_model(), None, tmp_path / "whole")
-    folder = changed(tmp_path / "whole", tmp_path / "damaged", change)
+    folder = with_others(tmp_path / "whole", tmp_path / "damaged", change)
     said = "missing|left over|another shape"
     with pytest.raises(MoesaicError, match=said):
         resolve(str(folder)).load()
@@ -375,20 +340,16 @@ def test_a_result_that_is_not_whole_does_not_load(change, tmp_path):
 
 
 def test_any_model_with_a_weight_missing_is_refused(refused, tokenizer, tmp_path):
-    """In one message; left-over weights of somebody else's checkpoint are said, in a native result
-    refused."""
+    """In one message; weights left over are said of somebody's checkpoint, of a result refused."""
     hub.save_live(tiny_model("llama"), tokenizer, tmp_path / "whole")
-    less = changed(tmp_path / "whole", tmp_path / "less", drop)
+    less = with_others(tmp_path / "whole", tmp_path / "less", DROP)
     said = refused("missing: model.layers.1.mlp.up_proj.weight", "eval", less)
     assert "LOAD REPORT" not in said
-    more = changed(tmp_path / "whole", tmp_path / "more", add)
+    more = with_others(tmp_path / "whole", tmp_path / "more", ADD)
     resolve(str(more)).load()
     (more / "plan.json").write_text("{}")
     with pytest.raises(MoesaicError, match="left over"):
         resolve(str(more)).load()
-
-
-# --- one type for all that is compared ------------------------------------------------------------
 
 
 def test_scores_compare_in_one_type(tokens, tmp_path):
@@ -409,9 +370,6 @@ def test_scores_compare_in_one_type(tokens, tmp_path):
     assert result.scores["original"].perplexity != found.perplexity
 
 
-# --- keys of config.json --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("keep", [6, 5])
 def test_configs_keep_their_sources_keys(keep, tokens, tmp_path):
     """Num_experts came out as num_local_experts alone, of which others know nothing."""
@@ -423,20 +381,16 @@ def test_configs_keep_their_sources_keys(keep, tokens, tmp_path):
     config |= {"num_experts": 8, "rope_theta": rope["rope_theta"], "torch_dtype": "float32"}
     config |= {"our_own_key": [1]}
     file.write_text(json.dumps(config))
-    result = moesaic.prune(str(tmp_path / "base"), PruneConfig(keep=keep), calibration=tokens)
+    asked = {"config": PruneConfig(keep=keep), "calibration": tokens}
+    result = moesaic.prune(str(tmp_path / "base"), **asked)
     made = json.loads((result.save(tmp_path / "out") / "config.json").read_text())
     assert made["num_experts"] == made["num_local_experts"] == keep
-    assert {k: made[k] for k in ("rope_theta", "our_own_key")} == {
-        "rope_theta": config["rope_theta"],
-        "our_own_key": [1],
-    }
+    assert (made["rope_theta"], made["our_own_key"]) == (rope["rope_theta"], [1])
     assert made.keys() >= config.keys()
     again = loaded(tmp_path / "out")
     assert again.config.num_experts == keep
     assert torch.equal(logits(again, tokens), logits(result.model, tokens))
-    wider = moesaic.prune(
-        str(tmp_path / "base"), PruneConfig(keep=keep), calibration=tokens, dtype=torch.bfloat16
-    )
-    made = json.loads((wider.save(tmp_path / "narrow") / "config.json").read_text())
+    narrow = moesaic.prune(str(tmp_path / "base"), **asked, dtype=torch.bfloat16)
+    made = json.loads((narrow.save(tmp_path / "narrow") / "config.json").read_text())
     assert made["dtype"] == made["torch_dtype"] == "bfloat16"
     assert {t.dtype for t in weights(tmp_path / "narrow").values()} == {torch.bfloat16}

@@ -2,13 +2,13 @@
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from builders import (
+    altered,
     applied,
     drawn,
     edited,
@@ -17,9 +17,11 @@ from builders import (
     logits,
     opened,
     quantise,
+    quantised_experts,
     tiny_config,
     tiny_moe,
     weights,
+    with_others,
 )
 from released import deepseek_v4
 from safetensors.torch import load_file
@@ -58,12 +60,8 @@ def fp8(tmp_path_factory):
     tiny_moe("deepseek_v3", moe_intermediate_size=32).save_pretrained(folder)
 
     def chosen(name, tensor):
-        return (
-            ".mlp." in name
-            and tensor.dim() == 2
-            and ".gate." not in name
-            and "layers.1." not in name
-        )
+        matrix = ".mlp." in name and tensor.dim() == 2
+        return matrix and ".gate." not in name and "layers.1." not in name
 
     return quantise(folder, BlockFp8(FP8), chosen)
 
@@ -71,21 +69,16 @@ def fp8(tmp_path_factory):
 @pytest.fixture(scope="module")
 def mxfp4(tmp_path_factory):
     """A gpt-oss as it is published: experts in MXFP4."""
-    folder = tmp_path_factory.mktemp("mxfp4") / "base"
-    tiny_moe("gpt_oss", hidden_size=64, intermediate_size=64).save_pretrained(folder)
-    return quantise(
-        folder,
-        Mxfp4Experts(MXFP4),
-        lambda name, _: name.endswith("experts.down_proj") or name.endswith("experts.gate_up_proj"),
-    )
+    model = tiny_moe("gpt_oss", hidden_size=64, intermediate_size=64)
+    return quantised_experts(model, tmp_path_factory.mktemp("mxfp4") / "base", Mxfp4Experts(MXFP4))
 
 
 @pytest.fixture(scope="module")
 def int4(tmp_path_factory):
     """A Qwen3-MoE as llm-compressor writes it: experts in groups of int4."""
+    model = tiny_moe("qwen3_moe", moe_intermediate_size=32)
     folder = tmp_path_factory.mktemp("int4") / "base"
-    tiny_moe("qwen3_moe", moe_intermediate_size=32).save_pretrained(folder)
-    return quantise(folder, CompressedTensors(INT4), lambda name, _: ".experts." in name)
+    return quantised_experts(model, folder, CompressedTensors(INT4))
 
 
 @pytest.fixture(scope="module")
@@ -293,23 +286,16 @@ def test_mxfp4_rounds_to_the_nearest():
     torch.testing.assert_close((form.values(parts) - values).abs(), distance)
 
 
-def test_a_stack_becomes_a_type_expert_by_expert():
-    parts = {"_blocks": torch.randint(0, 256, (3, 6, 2, 16)).to(torch.uint8)}
-    parts["_scales"] = torch.randint(110, 140, (3, 6, 2)).to(torch.uint8)
-    form, read = Mxfp4Experts(MXFP4), []
-    values = form.values
-    form.values = lambda parts: read.append(len(parts["_blocks"])) or values(parts)
-    assert torch.equal(Packed(form, parts).to(torch.bfloat16), values(parts).bfloat16())
-    assert read == [1, 1, 1]
-
-
-def test_one_of_a_stack_is_dequantised_alone():
+def test_a_stack_is_dequantised_expert_by_expert():
+    """One of it alone, and all where it becomes a type."""
     form, read = Mxfp4Experts(MXFP4), []
     packed, values = Packed(form, form.parts(drawn(3, 64, 8), {})), form.values
     form.values = lambda parts: read.append(len(parts["_blocks"])) or values(parts)
     for i in (1, -1):
         assert torch.equal(packed[i] + 0, values(packed.parts)[i])
     assert read == [1, 1]
+    assert torch.equal(packed.to(torch.bfloat16), values(packed.parts).bfloat16())
+    assert read == [1] * 5
 
 
 def test_a_stack_is_quantised_expert_by_expert(monkeypatch):
@@ -379,9 +365,9 @@ def test_pruning_keeps_every_byte(quantised, tmp_path):
 @pytest.mark.parametrize(("keep", "width", "warns"), [(0.52, 64, False), (0.625, 80, True)])
 def test_experts_keep_whole_blocks_where_these_come_near(keep, width, warns, tmp_path, caplog):
     """Other widths are stored in bfloat16, which is said."""
-    tiny_moe("qwen3_moe", moe_intermediate_size=128).save_pretrained(tmp_path / "base")
+    model = tiny_moe("qwen3_moe", moe_intermediate_size=128)
     form = BlockFp8({**FP8, "weight_block_size": [32, 32]})
-    folder = quantise(tmp_path / "base", form, lambda name, _: ".experts." in name)
+    folder = quantised_experts(model, tmp_path / "base", form)
     config = SlimConfig(keep=keep, score="magnitude", refit=False)
     plan = verb("slim", str(folder), config, calibration=TEXT).plan
     assert {layer.width for layer in plan.layers.values()} == {width}
@@ -401,10 +387,8 @@ def test_slimming_keeps_columns_with_those_whose_scale_they_share(
 ):
     """More values are kept than if neurons were kept in rising order."""
     assert form.columns == columns
-    folder = tmp_path / "base"
-    tiny_moe(model_type, **{width: 128}).save_pretrained(folder)
-    experts = lambda name, _: ".experts." in name and "bias" not in name  # noqa: E731
-    source = Source("base", quantise(folder, form, experts))
+    folder = quantised_experts(tiny_moe(model_type, **{width: 128}), tmp_path / "base", form)
+    source = Source("base", folder)
     config = SlimConfig(keep=0.75, score="random", refit=False)
     plan = verb("slim", str(folder), config, calibration=TEXT).plan
     model, arch = source.load(), moe_arch(source.config)
@@ -439,10 +423,8 @@ def test_slimming_keeps_whole_blocks(quantised, aligned, tmp_path):
         return CutLayer(torch.arange(8), order.repeat(8, 1), width, shared_S=shared)
 
     model, arch, layers = routed_applied(quantised, tmp_path / "out", slim)
-    source, out = (resolve(str(f)).checkpoint for f in (quantised, tmp_path / "out"))
-    assert {n.replace("experts", "") for n in out._stored} <= {
-        n.replace("experts", "") for n in source._stored
-    }
+    source, out = (resolve(str(f)).checkpoint._stored for f in (quantised, tmp_path / "out"))
+    assert {n.replace("experts", "") for n in out} <= {n.replace("experts", "") for n in source}
     again = Source("out", tmp_path / "out").load()
     i = arch.moe_layers(model)[-1]
     old, new = (arch.mixture(arch.layers(m)[i]) for m in (model, again))
@@ -482,8 +464,7 @@ def test_new_weights_go_into_the_format(quantised, tmp_path):
     ],
 )
 def test_blocks_that_do_not_divide_stay_plain(base, form, plain, request, tmp_path):
-    """A width of 24 in blocks of 16: bfloat16, and the config names the modules, or ignores them
-    by a pattern of their names."""
+    """A width of 24 in blocks of 16: bfloat16; the config names the modules, or their pattern."""
 
     def slim(arch, view):
         shared = torch.arange(24) if arch.shared_count else None
@@ -522,7 +503,7 @@ def test_a_mixed_checkpoint_is_read(int4, tmp_path):
         parts = {end: tensors.pop(name + end) for end in CompressedTensors.ends}
         tensors[name] = CompressedTensors(INT4).values(parts).bfloat16()
 
-    mixed = Source("mixed", damaged(int4, tmp_path / "mixed", change))
+    mixed = Source("mixed", with_others(int4, tmp_path / "mixed", change))
     whole = Source("whole", int4)
     assert torch.equal(mixed.checkpoint.tensor(name), whole.checkpoint.tensor(name).bfloat16())
     assert torch.equal(logits(mixed.load(), IDS), logits(whole.load(), IDS))
@@ -560,22 +541,20 @@ def test_a_whole_run_reads_layer_by_layer(fp8, tmp_path):
 # --- bad input -----------------------------------------------------------------------------------
 
 
-def damaged(folder, out, change):
-    shutil.copytree(folder, out)
-    with opened(out) as tensors:
-        change(tensors)
-    return out
-
-
 UP = "model.layers.2.mlp.experts.3.up_proj.weight"
 DOWN = "model.layers.1.mlp.experts.down_proj"
 GONE = None
 BAD = [
     ("fp8", f"{UP}_scale_inv", GONE, f"no tensor '{UP}_scale_inv'"),
-    ("fp8", f"{UP}_scale_inv", lambda t: t[:1], "need scales of 2 x 2, and they are of 1 x 2"),
+    (
+        "fp8",
+        f"{UP}_scale_inv",
+        lambda t: t[:1].clone(),
+        "need scales of 2 x 2, and they are of 1 x 2",
+    ),
     ("mxfp4", f"{DOWN}_scales", GONE, "down_proj_scales"),
     ("mxfp4", f"{DOWN}_blocks", lambda t: t.short(), "as I16, which is not read; U8 is"),
-    ("int4", f"{UP}_scale", lambda t: t[:, :1], "are not for groups of 16"),
+    ("int4", f"{UP}_scale", lambda t: t[:, :1].clone(), "are not for groups of 16"),
     ("int4", f"{UP}_scale", lambda _: torch.ones(32, 3), "scales of 32 x 3 do not divide"),
     ("int4", f"{UP}_scale", GONE, f"no tensor '{UP}_sc"),
     ("int4", f"{UP}_packed", lambda t: t.float(), "stored as F32, which is not read"),
@@ -593,12 +572,8 @@ BAD = [
 
 @pytest.mark.parametrize(("base", "name", "change", "words"), BAD)
 def test_bad_input_is_named(base, name, change, words, request, tmp_path):
-    def changed(tensors):
-        old = tensors.pop(name, None)
-        if change is not GONE:
-            tensors[name] = change(old).clone()
-
-    folder = damaged(request.getfixturevalue(base), tmp_path / "bad", changed)
+    folder = request.getfixturevalue(base)
+    folder = with_others(folder, tmp_path / "bad", altered(name, change))
     with pytest.raises(MoesaicError, match=re.escape(words)):
         Source("bad", folder).load()
 
@@ -662,8 +637,7 @@ def mixed(folder, form, entries):
 def test_an_expert_in_no_format_stays_so_under_another_number(
     form, entries, wanted, refit, tmp_path
 ):
-    """Its values are not rounded, the list names it by its new number; others keep the format,
-    also where they get the number of one that was in none."""
+    """Its values are not rounded; others keep the format, also under the number of one in none."""
     base, kept = mixed(tmp_path / "base", form, entries), torch.tensor([0, 1, 2, 3, 4, 7])
     down = Source("base", base).load().model.layers[2].mlp.experts.down_proj.detach().float()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import edited, inside
+from builders import contents, edited, inside
 from filelock import FileLock
 from huggingface_hub.errors import StrictDataclassError
 from shrunken import TYPES
@@ -47,10 +47,6 @@ PRUNE = ("--keep", 6, "--score", "aimer", "--no-refit", "--no-eval", "--overwrit
 def pruned(folder, keep=6):
     """A result of which no text is read."""
     return moesaic.prune(str(folder), PruneConfig(keep=keep, score="aimer", refit=False))
-
-
-def contents(folder):
-    return {name: (folder / name).read_bytes() for name in inside(folder)}
 
 
 @pytest.fixture
@@ -143,10 +139,9 @@ def test_a_model_of_somebody_elses_is_not_replaced(refused, moe_folder, llama_fo
         given = PRUNE if line[0] == "prune" else ("--overwrite",)
         refused("was not made by Moesaic", *line, tmp_path / "theirs", *given)
     assert contents(tmp_path / "theirs") == before
-    results = {"result.json": '{"accuracy": 1}', "README.md": "mine", "LICENSE": "mine"}
     (tmp_path / "study").mkdir()
-    for name, text in results.items():
-        (tmp_path / "study" / name).write_text(text)
+    for name in ("result.json", "README.md", "LICENSE"):
+        (tmp_path / "study" / name).write_text('{"accuracy": 1}')
     with pytest.raises(MoesaicError, match="was not made by Moesaic"):
         check_out(tmp_path / "study", overwrite=True)
 
@@ -187,16 +182,14 @@ def test_an_old_result_comes_back_if_the_new_one_gets_no_name(tmp_path, monkeypa
 def test_a_second_run_of_one_out_is_refused_at_once(command, moe_folder, tmp_path):
     out = tmp_path / "deep" / "out"
     with output_lock(out):
-        held = threading.Thread(
-            target=lambda: codes.append(command("prune", moe_folder, out, *PRUNE))
-        )
-        codes = []
+        codes, line = [], ("prune", moe_folder, out, *PRUNE)
+        held = threading.Thread(target=lambda: codes.append(command(*line)))
         held.start()
         held.join()
         ((code, _, err),) = codes
         assert (code, f"Another run is writing {out}" in err) == (2, True), err
     assert not [*tmp_path.iterdir()], "a lock, or a folder around it, was left"
-    assert command("prune", moe_folder, out, *PRUNE)[0] == 0
+    assert command(*line)[0] == 0
     assert [p.name for p in out.parent.iterdir()] == ["out"]
 
 
@@ -325,7 +318,7 @@ def test_a_link_is_not_replaced_by_a_folder(refused, moe_folder, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dangling", "link", "there"]
 
 
-# --- pages and drawings --------------------------------------------------------------------------
+# --- single files --------------------------------------------------------------------------------
 
 
 def test_a_page_replaces_no_file_but_a_page_of_ours(command, refused, carved_folder, tmp_path):
@@ -340,9 +333,6 @@ def test_a_page_replaces_no_file_but_a_page_of_ours(command, refused, carved_fol
     page.symlink_to(tmp_path / "thesis.html")
     for out in (page, tmp_path / "page.txt"):
         refused("", "report", carved_folder, "--out", out)
-
-
-# --- single files --------------------------------------------------------------------------------
 
 
 def test_a_file_is_replaced_by_one_of_its_kind_alone(refused, moe_folder, tmp_path, tokens):
@@ -402,13 +392,6 @@ def test_a_result_names_no_code_that_it_has_not(theirs, tmp_path):
     for file in ("config.json", "tokenizer_config.json"):
         assert "auto_map" not in json.loads((out / file).read_text())
     assert not [*out.rglob("*.py")]
-
-
-def test_a_tokenizer_that_needs_its_code_is_warned_of(theirs, tmp_path, caplog):
-    edited(theirs / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", None]})
-    (theirs / "tokenizer.json").write_text("{}")
-    pruned(theirs).save(tmp_path / "out")
-    assert "The tokenizer cannot be loaded from the result: it needs Python code" in caplog.text
 
 
 def test_every_auto_class_is_told_to_run_no_code():
@@ -620,9 +603,6 @@ def test_what_a_config_asks_for_is_computed_by_torch(done, theirs, tmp_path, mon
     done("prune", theirs, tmp_path / "out", *PRUNE)
 
 
-# --- names that are known ------------------------------------------------------------------------
-
-
 def test_a_folder_that_has_a_known_models_name_is_said(
     command, refused, moe_folder, tmp_path, monkeypatch, caplog
 ):
@@ -642,16 +622,7 @@ def test_a_folder_that_has_a_known_models_name_is_said(
 
 
 def killed_after(steps, out, exchanges):
-    """A run that replaces an output, in a process of its own that is killed.
-
-    Args:
-        steps: calls that change or open files, of the process, that it lives for.
-        out: a folder that there is.
-        exchanges: the system can let two folders exchange their names.
-
-    Returns:
-        whether it was killed before its end.
-    """
+    """Whether a process that replaces a folder was killed, after so many calls that touch files."""
     child = os.fork()
     if child == 0:
         done = 0
@@ -728,10 +699,9 @@ def test_every_file_of_a_tokenizer_and_processor_is_taken_over(theirs, tmp_path)
         "processor_config.json": "{}",
         "preprocessor_config.json": "{}",
         "video_preprocessor_config.json": "{}",
-        **dict.fromkeys(
-            ("qwen.tiktoken", "tekken.json", "tiktoken.model", "spiece.model"), "words"
-        ),
     }
+    words = ("qwen.tiktoken", "tekken.json", "tiktoken.model", "spiece.model")
+    taken |= dict.fromkeys(words, "words")
     for name, text in taken.items():
         (theirs / name).parent.mkdir(exist_ok=True)
         (theirs / name).write_text(text)
@@ -746,15 +716,17 @@ def test_a_tokenizer_that_is_dead_in_the_result_is_said(command, done, theirs, t
     """As a warning and on the card; one that needs no code names none."""
     auto = {"AutoTokenizer": ["evil.T", None]}
     edited(theirs / "tokenizer_config.json", auto_map=auto)
-    said = "The tokenizer cannot be loaded from the result"
+    said = "The tokenizer cannot be loaded from the result: it needs Python code"
     code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE)
     assert (code, said in caplog.text) == (0, False), err
-    assert "auto_map" not in json.loads((tmp_path / "out/tokenizer_config.json").read_text())
     assert resolve(str(tmp_path / "out")).tokenizer.get_vocab()
+    (theirs / "tokenizer.json").write_text("{}")
+    done("prune", theirs, tmp_path / "out", *PRUNE)
+    assert caplog.text.count(said) == 1
     (theirs / "tokenizer.json").rename(theirs / "tiktoken.model")
     edited(theirs / "tokenizer_config.json", auto_map=auto, tokenizer_class="T")
     done("prune", theirs, tmp_path / "out", *PRUNE)
-    assert caplog.text.count(said) == 1
+    assert caplog.text.count(said) == 2
     assert said in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -763,8 +735,7 @@ def test_an_unfinished_run_hides_no_wrong_request(command, refused, theirs, tmp_
     work.mkdir()
     (work / "layer-0000-x.safetensors").touch()
     said = {"verb": "slim", "method": "neurons", "config": {"keep": 0.75}, "text": {"samples": 7}}
-    said["base"] = {"name": "tiny-moe"}
-    (work / "request.json").write_text(json.dumps(said))
+    edited(work / "request.json", **said, base={"name": "tiny-moe"})
     (tmp_path / "a.png").write_bytes(b"\x89PNG")
     run = ("prune", theirs, tmp_path / "out", "--no-eval")
     wrong = {

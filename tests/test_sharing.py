@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from builders import edited, equal, inside, weights
+from builders import contents, edited, equal, inside, weights
 from huggingface_hub import constants, file_download, snapshot_download
 from huggingface_hub.file_download import _create_symlink, _get_pointer_path, repo_folder_name
 
@@ -52,11 +52,8 @@ class Hub(BaseHTTPRequestHandler):
             self.repos.setdefault(name, {})
             self.say({"url": f"{constants.ENDPOINT}/{name}", "id": name})
         elif "/preupload/" in self.path:
-            files = json.loads(given)["files"]
-            each = [
-                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files
-            ]
-            self.say({"files": each})
+            each = {"uploadMode": "regular", "shouldIgnore": False}
+            self.say({"files": [{"path": f["path"], **each} for f in json.loads(given)["files"]]})
         elif "/commit/" in self.path:
             name = self.path.removeprefix("/api/models/").partition("/commit/")[0]
             for line in given.decode().splitlines():
@@ -212,24 +209,14 @@ TEMPLATE = "additional_chat_templates/tool.jinja"
 
 
 def laid(cache, name, files, shared, links=True):
-    """A snapshot as ``hf_hub_download`` lays it, by the functions that it calls.
-
-    Args:
-        cache: of the hub.
-        name: of the repository.
-        files: by their names there.
-        shared: large ones lie in the store that all repositories share.
-        links: the file system has links.
-    """
-    storage = str(cache / repo_folder_name(repo_id=name, repo_type="model"))
+    """A snapshot as ``hf_hub_download`` lays it; ``shared``: large files, for all repositories."""
+    storage = cache / repo_folder_name(repo_id=name, repo_type="model")
     for file, content in files.items():
         digest = hashlib.sha256(content).hexdigest()
-        blob, pointer = (
-            Path(storage, "blobs", digest),
-            Path(_get_pointer_path(storage, COMMIT, file)),
-        )
-        blob.parent.mkdir(parents=True, exist_ok=True)
-        pointer.parent.mkdir(parents=True, exist_ok=True)
+        blob = storage / "blobs" / digest
+        pointer = Path(_get_pointer_path(str(storage), COMMIT, file))
+        for place in (blob, pointer):
+            place.parent.mkdir(parents=True, exist_ok=True)
         blob.write_bytes(content)
         if shared and file.endswith((".safetensors", "tokenizer.json")):
             store = pytest.importorskip("huggingface_hub.utils._shared_blobs")
@@ -240,12 +227,8 @@ def laid(cache, name, files, shared, links=True):
             assert blob.is_symlink()
         _create_symlink(str(blob), str(pointer), new_blob=not shared)
         assert pointer.is_symlink() is links
-    file_download._cache_commit_hash_for_specific_revision(storage, "main", COMMIT)
-    return Path(storage, "snapshots", COMMIT)
-
-
-def contents(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    file_download._cache_commit_hash_for_specific_revision(str(storage), "main", COMMIT)
+    return storage / "snapshots" / COMMIT
 
 
 @pytest.fixture
@@ -369,10 +352,9 @@ def test_only_the_files_of_the_index_are_fetched(hub, asked, moe_folder, tmp_pat
     assert sorted(dry.checkpoint.names()) == sorted(resolve(str(moe_folder)).checkpoint.names())
     assert not any(file.endswith(".safetensors") for file in asked)
     source = resolve("you/it")
-    large = {file for file in asked if len(hub["you/it"][file]) >= 9000} - {"tokenizer.json"}
-    assert {file for file in asked if "safetensors" in file} - {
-        "model.safetensors.index.json"
-    } == wanted
+    large = {file for file in asked if len(hub["you/it"][file]) >= 9000}
+    named = {file for file in asked if "safetensors" in file}
+    assert named - {"model.safetensors.index.json"} == wanted
     assert large <= wanted | {"tokenizer.json"}
     assert {"LICENSE", TEMPLATE, "chat_template.json"} <= {*asked}
     assert not {"original/params.json", "tokenization_it.py", "README.md"} & {*asked}
