@@ -19,7 +19,10 @@ import pytest
 import scipy.optimize
 import torch
 from builders import (
+    APART,
     OLD,
+    altered,
+    drawn,
     equal,
     few_forms,
     finish,
@@ -73,39 +76,18 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
 }
 """What llama.cpp calls an architecture."""
-NAMES = {
-    r"^model\.embed_tokens": "token_embd",
-    r"^model\.norm": "output_norm",
-    r"^lm_head": "output",
-    r"^model\.layers": "blk",
-    r"self_attn\.([qkv])_proj": r"attn_\1",
-    r"self_attn\.([qk])_norm": r"attn_\1_norm",
-    r"self_attn\.o_proj": "attn_output",
-    r"input_layernorm": "attn_norm",
-    r"post_attention_layernorm": "ffn_norm",
-    r"mlp\.shared_expert_gate": "ffn_gate_inp_shexp",
-    r"mlp\.shared_expert\.(gate|up|down)_proj": r"ffn_\1_shexp",
-    r"(mlp|block_sparse_moe)\.gate\.": "ffn_gate_inp.",
-    r"mlp\.experts\.(gate|up|down)_proj": r"ffn_\1_exps",
-    r"block_sparse_moe\.experts\.w1": "ffn_gate_exps",
-    r"block_sparse_moe\.experts\.w2": "ffn_down_exps",
-    r"block_sparse_moe\.experts\.w3": "ffn_up_exps",
-    r"mlp\.(gate|up|down)_proj": r"ffn_\1",
-}
-
-
 SHARED_WIDTH = "shared_expert_intermediate_size"
 
 
 def stacked(model, folder):
     """A model's published tensors with experts stacked, by llama.cpp's names."""
     model.save_pretrained(folder)
-    parts = {}
-    tensors = weights(folder)
+    parts, tensors, architecture = {}, weights(folder), ARCHITECTURES[model.config.model_type]
+    kind = gguf.MODEL_ARCH[architecture.upper().replace("-", "_")]
+    names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
     for name in sorted(tensors, key=lambda n: [int(p) if p.isdigit() else 0 for p in n.split(".")]):
-        short = re.sub(r"(?<=experts)\.\d+", "", name)
-        for found, said in NAMES.items():
-            short = re.sub(found, said, short)
+        plain = re.sub(r"(?<=experts)\.\d+", "", name)
+        short = names.get_name(plain, (".weight", ".bias")) or plain
         parts.setdefault(short, []).append(tensors[name].float().numpy())
     return {n: np.stack(p) if "_exps" in n else p[0] for n, p in parts.items()}
 
@@ -123,30 +105,6 @@ def add_vocabulary(writer, tokenizer):
         writer.add_bos_token_id(0)
 
 
-def begun(file, architecture, config, numbers, tokenizer):
-    """A writer of a file that has its fields, tokenizer included, and no tensor yet."""
-    writer = gguf.GGUFWriter(file, architecture)
-    writer.add_name("tiny")
-    every = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        **numbers,
-    }
-    for field, value in every.items():
-        name = field if field.startswith("split") else f"{architecture}.{field}"
-        if isinstance(value, list):
-            writer.add_array(name, value)
-        elif value is not None:
-            writer.add_uint32(name, value)
-    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
-    writer.add_float32(f"{architecture}.rope.freq_base", config.rope_parameters["rope_theta"])
-    add_vocabulary(writer, tokenizer)
-    return writer
-
-
 def interleaved(rows, heads):
     """Rows of a head as llama.cpp's rotation wants them: the halves by turns."""
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
@@ -157,6 +115,11 @@ def written(model, tokenizer, file, kind=Type.F32, change=lambda tensors: None, 
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
     numbers = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
         "feed_forward_length": config.intermediate_size,
         "rope.dimension_count": head_dim_of(config),
         "attention.key_length": getattr(config, "head_dim", None),
@@ -167,7 +130,15 @@ def written(model, tokenizer, file, kind=Type.F32, change=lambda tensors: None, 
         "expert_shared_feed_forward_length": getattr(config, SHARED_WIDTH, None),
         **said,
     }
-    writer = begun(file, architecture, config, numbers, tokenizer)
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_name("tiny")
+    for field, value in numbers.items():
+        if value is not None:
+            name = field if field.startswith("split") else f"{architecture}.{field}"
+            writer.add_uint32(name, value)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
+    writer.add_float32(f"{architecture}.rope.freq_base", config.rope_parameters["rope_theta"])
+    add_vocabulary(writer, tokenizer)
     tensors = stacked(model, file.with_suffix(""))
     change(tensors)
     for name, tensor in tensors.items():
@@ -218,14 +189,6 @@ def needs_llamacpp(converter=False):
         pytest.skip(str(error))
 
 
-def quantised(file, type):
-    """A file that was rounded."""
-    needs_llamacpp()
-    out = file.with_name(f"{type}.gguf")
-    rounded_file(file, out, type, {})
-    return out
-
-
 def theirs(file, config):
     """transformers' own load; it does not read the experts' width."""
     return AutoModelForCausalLM.from_pretrained(
@@ -243,8 +206,9 @@ def test_values_are_those_of_transformers(model_type, kind, tmp_path, tokenizer)
     """Loaded, and read one by one as the stream does."""
     file = tmp_path / "model.gguf"
     if kind == "q4_k_m":
+        needs_llamacpp()
         model = model_of(model_type, hidden_size=256, intermediate_size=256)
-        file = quantised(written(model, tokenizer, file), kind)
+        rounded_file(written(model, tokenizer, tmp_path / "whole.gguf"), file, kind, {})
     else:
         file = written(model_of(model_type), tokenizer, file, Type[kind.upper()])
     kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
@@ -363,85 +327,18 @@ def test_every_verb_takes_a_file(model_type, tmp_path, tokenizer, command):
     assert failed == {}
 
 
-HYBRID = NAMES | {
-    r"post_attention_layernorm": "post_attention_norm",
-    r"linear_attn\.in_proj_qkv": "attn_qkv",
-    r"linear_attn\.in_proj_z": "attn_gate",
-    r"linear_attn\.in_proj_a": "ssm_alpha",
-    r"linear_attn\.in_proj_b": "ssm_beta",
-    r"linear_attn\.conv1d": "ssm_conv1d",
-    r"linear_attn\.norm": "ssm_norm",
-    r"linear_attn\.out_proj": "ssm_out",
-    r"linear_attn\.A_log": "ssm_a",
-    r"linear_attn\.dt_bias": "ssm_dt.bias",
-    r"_exps$": "_exps.weight",
-}
-
-
-def hybrid(model_type, tokenizer, file, missing=""):
-    """A GGUF file of a small Qwen3.5; its heads' order is that of the model that was made up."""
-    model = small_model(
-        model_type,
-        vocab_size=len(tokenizer),
-        head_dim=32,
-        linear_num_value_heads=4,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-    )
-    config, moe = model.config, "moe" in model_type
-    architecture = "qwen35moe" if moe else "qwen35"
-    numbers = {
-        "attention.key_length": config.head_dim,
-        "full_attention_interval": 4,
-        "ssm.conv_kernel": config.linear_conv_kernel_dim,
-        "ssm.state_size": config.linear_key_head_dim,
-        "ssm.group_count": config.linear_num_key_heads,
-        "ssm.time_step_rank": config.linear_num_value_heads,
-        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
-        "rope.dimension_count": 8,
-        "rope.dimension_sections": [2, 1, 1, 0],
-    }
-    if moe:
-        numbers |= {
-            "expert_feed_forward_length": config.moe_intermediate_size,
-            "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
-            "expert_count": config.num_experts,
-            "expert_used_count": config.num_experts_per_tok,
-        }
-    else:
-        numbers["feed_forward_length"] = config.intermediate_size
-    writer = begun(file, architecture, config, numbers, tokenizer)
-    for name, tensor in model.state_dict().items():
-        if "gate_up_proj" in name:
-            start = re.sub(r"^model\.layers", "blk", name).partition("mlp")[0]
-            for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
-                writer.add_tensor(f"{start}ffn_{part}_exps.weight", half.contiguous().numpy())
-            continue
-        for found, said in HYBRID.items():
-            name = re.sub(found, said, name)
-        if name == missing:
-            continue
-        data = -tensor.exp() if "ssm_a" in name and "alpha" not in name else tensor
-        plain = tensor.ndim == 1 or "ffn_gate_inp" in name or "conv1d" in name
-        data = (data.squeeze(1) if "conv1d" in name else data).numpy()
-        writer.add_tensor(name, data if plain else data.astype(np.float16))
-    for name, shape in (("nextn.eh_proj", (32, 64)), ("attn_norm", (32,))):  # foretells tokens
-        full = f"blk.{config.num_hidden_layers}.{name}.weight"
-        writer.add_tensor(full, np.zeros(shape, np.float32))
-    finish(writer)
-    return file
-
-
 @pytest.mark.skipif(OLD, reason="this transformers reads no such file")
 @pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", nightly("qwen3_5_text")])
 def test_hybrids_are_converted_tensor_by_tensor(model_type, tmp_path, tokenizer, command):
-    """As transformers converts them, which reads them whole; and on to a result."""
-    file = hybrid(model_type, tokenizer, tmp_path / "model.gguf")
+    """As transformers converts them whole, without layers that predict tokens; on to a result."""
+    needs_llamacpp(converter=True)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    sizes = {"vocab_size": len(tokenizer), "head_dim": 32, "linear_num_value_heads": 4}
+    model, file = small_model(model_type, rope_parameters=rope, **sizes), tmp_path / "model.gguf"
+    tokenizer.save_pretrained(predicting(model, tmp_path / "base", start=APART))
+    moesaic.export(tmp_path / "base", file, type="f16")
+    assert any("nextn" in name for name in tensors_of(file))
     source = resolve(str(file))
     wanted_model = theirs(file, source.config)
     assert same(source.load(), wanted_model)
@@ -452,53 +349,47 @@ def test_hybrids_are_converted_tensor_by_tensor(model_type, tmp_path, tokenizer,
     for base, out in ((file, "a"), (tmp_path / "plain", "b")):
         assert command(wanted[0], base, tmp_path / out, *wanted[1:], *text)[0] == 0
     assert same(loaded(tmp_path / "a"), loaded(tmp_path / "b"))
-    name = "blk.0.ssm_beta.weight"
-    short = hybrid(model_type, tokenizer, tmp_path / "short.gguf", missing=name)
+    short = tmp_path / "short.gguf"
+    short.write_bytes(file.read_bytes().replace(b"blk.0.ssm_beta.weight", b"blk.9.ssm_beta.weight"))
     with pytest.raises(MoesaicError, match=r"short.gguf has no tensor .*in_proj_b"):
         resolve(str(short))
-
-
-def gone(tensors):
-    del tensors["blk.1.ffn_up.weight"]
-
-
-def unknown(tensors):
-    tensors["blk.1.ffn_gate_inp.weight"] = np.zeros((4, 64), np.float32)
-
-
-def narrow(tensors):
-    tensors["blk.0.ffn_up.weight"] = tensors["blk.0.ffn_up.weight"][:32]
-
-
-def fewer(tensors):
-    for layer in range(2):
-        tensors[f"blk.{layer}.ffn_gate_inp.weight"] = np.zeros((2, 64), np.float32)
 
 
 def test_every_expert_of_a_file_is_read_or_none(tmp_path, tokenizer):
     """A router and fields that say fewer left the last ones out."""
     file = tmp_path / "model.gguf"
+
+    def fewer(tensors):
+        for layer in range(2):
+            tensors[f"blk.{layer}.ffn_gate_inp.weight"] = np.zeros((2, 64), np.float32)
+
     written(model_of("mixtral"), tokenizer, file, change=fewer, expert_count=2)
     with pytest.raises(MoesaicError, match=r"of shape 4 x .* and its config asks for 2 x "):
         resolve(str(file))
 
 
-def turned(tensors):
-    tensors["blk.0.attn_k.weight"] = tensors["blk.0.attn_k.weight"].reshape(64, 32)
+GONE, NONE = altered("blk.1.ffn_up.weight"), lambda tensors: None
+UNKNOWN = altered("blk.1.ffn_gate_inp.weight", lambda _: np.zeros((4, 64), np.float32))
+NARROWED = altered("blk.0.ffn_up.weight", lambda up: up[:32])
+TURNED = altered("blk.0.attn_k.weight", lambda keys: keys.reshape(64, 32))
 
 
 @pytest.mark.parametrize(
     ("change", "said", "message"),
     [
-        (gone, {"block_count": None}, r"has no field llama\.block_count"),
-        (gone, {"context_length": None}, r"has no field llama\.context_length"),
-        (gone, {"expert_count": 4, "expert_used_count": None}, "no field llama.expert_used_count"),
-        (lambda tensors: None, {"rope.dimension_count": 8}, "its rotary scaling is none that is"),
-        (gone, {}, r"'llama' and has no tensor for model\.layers\.1\.mlp\.up_proj\.weight"),
-        (unknown, {}, r"a llama has no place for: blk\.1\.ffn_gate_inp\.weight"),
-        (narrow, {}, "blk.0.ffn_up.weight in .* is of shape 32 x 64, and its config asks for 64 x"),
-        (turned, {}, "blk.0.attn_k.weight in .* is of shape 64 x 32, and its config asks for 32 x"),
-        (lambda tensors: None, {"split.count": 3}, "one of several parts; merge them"),
+        (GONE, {"block_count": None}, r"has no field llama\.block_count"),
+        (GONE, {"context_length": None}, r"has no field llama\.context_length"),
+        (GONE, {"expert_count": 4, "expert_used_count": None}, "no field llama.expert_used_count"),
+        (NONE, {"rope.dimension_count": 8}, "its rotary scaling is none that is"),
+        (GONE, {}, r"'llama' and has no tensor for model\.layers\.1\.mlp\.up_proj\.weight"),
+        (UNKNOWN, {}, r"a llama has no place for: blk\.1\.ffn_gate_inp\.weight"),
+        (
+            NARROWED,
+            {},
+            "blk.0.ffn_up.weight in .* is of shape 32 x 64, and its config asks for 64 x",
+        ),
+        (TURNED, {}, "blk.0.attn_k.weight in .* is of shape 64 x 32, and its config asks for 32 x"),
+        (NONE, {"split.count": 3}, "one of several parts; merge them"),
     ],
 )
 def test_what_would_be_wrong_is_refused(change, said, message, tmp_path, tokenizer, command):
@@ -685,9 +576,7 @@ def test_a_model_in_memory_has_the_values_and_the_bytes_of_its_file(
 def test_rows_are_the_same_however_many_threads_round_them(type, monkeypatch):
     """Those of one matrix, row by row, and of several, each by its own inputs' weights."""
     needs_llamacpp()
-    generator = torch.Generator().manual_seed(0)
-    matrix_ERI = torch.randn(2, 300, 256, generator=generator)
-    weights_EI = torch.rand(2, 256, generator=generator)
+    matrix_ERI, weights_EI = drawn(2, 300, 256), drawn(2, 256, seed=1).abs()
     each = [
         quantiser.held_rows(matrix_ERI[e, row : row + 1], type, weights_EI[e])
         for e in range(2)
@@ -702,9 +591,7 @@ def test_rows_are_the_same_however_many_threads_round_them(type, monkeypatch):
 def test_kept_rows_are_those_of_the_quantiser(tmp_path):
     """They are read for the same rows, type and inputs' weights, whatever matrix they are in."""
     needs_llamacpp()
-    generator = torch.Generator().manual_seed(0)
-    matrix_ERI = torch.randn(2, 300, 256, generator=generator)
-    weights_EI = torch.rand(2, 256, generator=generator)
+    matrix_ERI, weights_EI = drawn(2, 300, 256), drawn(2, 256, seed=1).abs()
     kept = quantiser.KeptRows(tmp_path, room=0)
     requests = [
         (matrix_ERI, "q4_k", weights_EI),
@@ -720,9 +607,8 @@ def test_kept_rows_are_those_of_the_quantiser(tmp_path):
         kept.fill(np.zeros((300, 1), np.uint8), lambda: made.append(1), "q4_k", values)
     assert len(made) == 2
     kept.clear()
-    assert np.array_equal(
-        quantiser.held_rows(*requests[0], kept), quantiser.held_rows(*requests[0])
-    )
+    first = requests[0]
+    assert np.array_equal(quantiser.held_rows(*first, kept), quantiser.held_rows(*first))
     kept.fill(np.zeros((300, 1), np.uint8), lambda: made.append(1), "q4_k", matrix_ERI[0].numpy())
     assert len(made) == 3, "what was cleared is made again"
 
@@ -820,8 +706,7 @@ def test_the_kl_of_rounding_a_group_is_estimated(rounding):
     ],
 )
 def test_weights_are_as_they_were_after_their_price(held, computed, rounding, monkeypatch):
-    """Bitwise, whether or not bfloat16 holds them, and where layers are computed in it. Of large
-    experts two are rounded, each by itself."""
+    """Bitwise, whatever bfloat16 holds or layers compute in. Of large experts two are rounded."""
     monkeypatch.setattr(rounder_module, "SAMPLED_VALUES", 1)
     rounder = rounding("mixtral", experts=4).rounder
     layer = rounder.source.load().to(held).to(computed).model.layers[1]
@@ -868,6 +753,12 @@ def test_a_smaller_models_file_has_the_estimated_tensors(model_type, verb, tmp_p
     assert files.size(result, args) - 32 <= made["bytes"] <= files.size(result, args)
 
 
+def values_of(file, *names):
+    """Tensors of a file, dequantised."""
+    held = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    return (torch.from_numpy(gguf.dequantize(held[n].data, held[n].tensor_type)) for n in names)
+
+
 def test_keys_and_values_of_mla_are_those_of_the_file(tmp_path, tokens):
     """llama.cpp has them in two tensors, by head, of which the keys are transposed."""
     needs_llamacpp(converter=True)
@@ -879,11 +770,7 @@ def test_keys_and_values_of_mla_are_those_of_the_file(tmp_path, tokens):
     made = files.make(None, file, ExportArgs(to="gguf", type="iq3_xxs"))
     assert size == made["bytes"]
     assert types["blk.1.attn_k_b.weight"] == types["blk.1.attn_v_b.weight"] == "iq4_nl"
-    held = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    keys_HIN, values_HNI = (
-        torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
-        for tensor in (held[f"blk.1.attn_{part}_b.weight"] for part in "kv")
-    )
+    keys_HIN, values_HNI = values_of(file, *(f"blk.1.attn_{part}_b.weight" for part in "kv"))
     model = files.source.load("cpu", torch.float32)
     with torch.no_grad(), rounder.rounded(types, model.model.layers[1], 1) as layer:
         found = layer.self_attn.kv_b_proj.weight
@@ -898,11 +785,8 @@ def test_a_shared_path_that_is_fused_is_two_tensors_of_the_file(tmp_path, tokens
     types = {group: "q4_0" if group == "shared 0" else "q8_0" for group in rounder.groups}
     assert {"shared 0", "shared 1"} <= types.keys()
     files.make(None, tmp_path / "made.gguf", ExportArgs(to="gguf", memory=1), types)
-    held = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "made.gguf").tensors}
-    gate_MD, up_MD, down_DM = (
-        torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
-        for tensor in (held[f"blk.0.ffn_{part}_shexp.weight"] for part in ("gate", "up", "down"))
-    )
+    names = (f"blk.0.ffn_{part}_shexp.weight" for part in ("gate", "up", "down"))
+    gate_MD, up_MD, down_DM = values_of(tmp_path / "made.gguf", *names)
     model = files.source.load("cpu", torch.float32)
     with torch.no_grad(), rounder.rounded(types, model.model.layers[0], 0) as layer:
         assert layer.shared_mlp.input_linear.weight.equal(torch.cat([gate_MD, up_MD]))
@@ -924,13 +808,9 @@ def test_a_file_that_transformers_cannot_read_is_found_and_measured(
     tokenizer.save_pretrained(tmp_path / "base")
     files = Files(resolve(str(tmp_path / "base")), "none", tmp_path)
     budget = int(1.01 * files.original.layout.least(types[-1:]))
-    recipe = Recipe(
-        model=str(tmp_path / "base"),
-        out=str(tmp_path / "out"),
-        steps=(),
-        calibration=Calibration(samples=4, length=32),
-        evaluation=Evaluation(length=32, max_tokens=128, rounds=0, new_tokens=2),
-    )
+    texts = [Calibration(samples=4, length=32)]
+    texts += [Evaluation(length=32, max_tokens=128, rounds=0, new_tokens=2)]
+    recipe = Recipe(str(tmp_path / "base"), str(tmp_path / "out"), (), *texts)
     config = FitConfig(memory=budget, types=types, windows=4, confirm=1)
     record = search_and_make(recipe, config)
     made = record.measured["gguf"]
