@@ -749,3 +749,8 @@ def configured(cls: type[Any], **options: Any) -> Any:
 def statistics(site: Any, **options: Any) -> Stats:
     """All statistics of a mixture's layer that a file holds."""
     return tally_of(site, FILED, **options).stats()
+
+
+def drawn_ids(*shape: int, seed: int = 1) -> Tensor:
+    """Token ids at random, none of which is padding, the same of the same seed."""
+    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))

@@ -21,7 +21,7 @@ import builders
 import psutil
 import pytest
 import torch
-from builders import DENSE, MOE, VOCAB, loaded, pages, stored, tiny_model, tiny_moe, tiny_tokenizer
+from builders import DENSE, MOE, loaded, pages, stored, tiny_model, tiny_moe, tiny_tokenizer
 from hypothesis import settings
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
@@ -117,8 +117,13 @@ def moe(moe_type: str) -> Any:
 
 @pytest.fixture
 def tokens() -> Tokens:
-    ids = torch.randint(1, VOCAB, (6, 24), generator=torch.Generator().manual_seed(1))
-    return Tokens(ids)
+    return Tokens(builders.drawn_ids(6, 24))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all tests of a file share."""
+    return tmp_path_factory.mktemp("place")
 
 
 @pytest.fixture

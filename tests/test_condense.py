@@ -118,9 +118,8 @@ def test_cached_search_is_the_search_by_full_forwards(model_type, metric, padded
     """K = 2; its first step is brute force over K = 1."""
     changes = {"residual_multiplier": 0.5} if model_type == "granitemoeshared" else {}
     factors, found_by = [], search.ExpertSearch._factor
-    monkeypatch.setattr(
-        search.ExpertSearch, "_factor", lambda it: factors.append(found_by(it)) or factors[-1]
-    )
+    noted = lambda it: factors.append(found_by(it)) or factors[-1]  # noqa: E731
+    monkeypatch.setattr(search.ExpertSearch, "_factor", noted)
     model = tiny_moe(model_type, **changes)
     arch, i, layer = routed_layer(model)
     view = arch.mixture(layer)
@@ -129,18 +128,16 @@ def test_cached_search_is_the_search_by_full_forwards(model_type, metric, padded
     g_E = w_TE.sum(0) / (w_TE != 0).sum(0)
     gated = view.shared_width if arch.shared_gate else 0
     divergence = {"js": search.js, "kl": search.kl}[metric]
-    chosen = []
-    expected = []
+    chosen, expected = [], []
     with torch.no_grad():
         reference = forward(layer)
         for _ in range(2):
             losses = {}
             for e in range(view.count):
                 if e not in chosen and not g_E[e].isnan():
-                    some = torch.tensor([*chosen, e])
-                    width = view.shared_width + len(some) * view.width
-                    shared = view.shared_width > 0
-                    plan = CondensedLayer(some, g_E[some], width, shared, 1.0, gated)
+                    some, shared = torch.tensor([*chosen, e]), view.shared_width
+                    width = shared + len(some) * view.width
+                    plan = CondensedLayer(some, g_E[some], width, shared > 0, 1.0, gated)
                     with converted_copy(layer, arch, plan) as trial:
                         losses[e] = divergence(reference, forward(trial)).mean().item()
             best = min(losses, key=lambda e: (losses[e], e))
@@ -317,9 +314,6 @@ def test_perplexity_as_the_metric(padded, tmp_path):
     assert disk.summary == result.summary
 
 
-# --- the result ----------------------------------------------------------------------------------
-
-
 def test_what_he_et_al_call_layer_drop_leaves_the_attention():
     """Their Layer Drop takes the mixture out, their Block Drop attention as well."""
     named = {keep: CondenseConfig(keep=keep).base_label for keep in ("attention", "nothing")}
@@ -392,14 +386,11 @@ def test_targets_in_bytes_and_active_parameters(tokens):
         assert memory["result"] == 4 * parameters
         return len(result.summary["layers"]), (memory["result"], active["result"])
 
-    one, (bytes_1, active_1) = sizes(count=1)
-    two, (bytes_2, active_2) = sizes(count=2)
+    (one, (bytes_1, active_1)), (two, (bytes_2, active_2)) = sizes(count=1), sizes(count=2)
     assert (one, two) == (1, 2)
     assert bytes_2 < bytes_1
     assert active_2 < active_1
-    assert sizes(memory=bytes_2)[0] == 2
-    assert sizes(memory=bytes_2 + 1)[0] == 2
-    assert sizes(memory=bytes_2 - 1)[0] == 3
+    assert [sizes(memory=bytes_2 + more)[0] for more in (-1, 0, 1)] == [3, 2, 2]
     assert sizes(active=active_1)[0] == 1
     with pytest.raises(MoesaicError, match="out of reach: with all 4 layers"):
         sizes(memory=10)

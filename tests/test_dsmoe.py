@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 import torch
 import torch.nn.functional as F
-from builders import VOCAB, WAYS, configured, converted, force, losses_of, masked, tiny_model
+from builders import WAYS, configured, converted, drawn_ids, force, losses_of, masked, tiny_model
 
 import moesaic
 from moesaic import DSMoEConfig, MoesaicError, Recipe, Tokens
@@ -25,10 +25,6 @@ from moesaic.pipeline import run_recipe
 from moesaic.train.text import PackedText
 
 BLOCKS = 4
-
-
-def rows(count=16, length=24):
-    return torch.randint(1, VOCAB, (count, length), generator=torch.Generator().manual_seed(3))
 
 
 def carved(model, scale=1.0, **options):
@@ -70,9 +66,8 @@ def test_open_gates_are_the_dense_block(model_type):
     """Also: the blocks' outputs add up to the dense block's (Eq. 6)."""
     torch.manual_seed(0)
     model = tiny_model(model_type).double()
-    dense = copy.deepcopy(
-        dense_arch(model.config).ffn_of(dense_arch(model.config).layers(model)[0])
-    )
+    arch = dense_arch(model.config)
+    dense = copy.deepcopy(arch.ffn_of(arch.layers(model)[0]))
     ffn = ffns(carved(model))[0]
     with torch.no_grad():
         ffn.router.weight.fill_(100.0)  # sigmoid is 1.0 exactly
@@ -94,17 +89,16 @@ def test_sparse_execution_is_masked_execution(model_type, routing, way, monkeypa
     """To float32's tolerance: gates are computed in it."""
     torch.manual_seed(1)
     force(monkeypatch, way)
-    ffn, x_TD = gated(
-        model_type, variant=routing, **({"active": 0.6} if routing == "top-k" else {})
-    )
+    options = {"active": 0.6} if routing == "top-k" else {}
+    ffn, x_TD = gated(model_type, variant=routing, **options)
     active = (ffn.router(x_TD) > 0).sum(-1)
     if routing == "full":
         assert len(active.unique()) > 2, "tokens differ in how many blocks they run"
     with torch.no_grad():
         want = masked(ffn)(x_TD)
         assert torch.allclose(ffn(x_TD), want, atol=1e-6)
-        for t in range(len(x_TD)):
-            assert torch.allclose(ffn(x_TD[t : t + 1]), want[t : t + 1], atol=1e-6)
+        alone = torch.cat([ffn(x_1D) for x_1D in x_TD.split(1)])
+        assert torch.allclose(alone, want, atol=1e-6)
         assert torch.allclose(ffn.train()(x_TD), want, atol=1e-6), "S has the value of G"
 
 
@@ -121,10 +115,10 @@ def test_idle_blocks_are_not_computed(monkeypatch):
         return hidden(self, x_TD)
 
     monkeypatch.setattr(type(ffn.view()), "hidden", counted)
-    for t in range(len(x_TD)):
+    for x_1D in x_TD.split(1):
         ran.clear()
-        ffn(x_TD[t : t + 1])
-        assert sum(ran) == 16 * (ffn.router(x_TD[t : t + 1]) > 0).sum()
+        ffn(x_1D)
+        assert sum(ran) == 16 * (ffn.router(x_1D) > 0).sum()
 
 
 def test_gradients_are_equations_13_to_16():
@@ -132,10 +126,7 @@ def test_gradients_are_equations_13_to_16():
     torch.manual_seed(3)
     ffn, x_TD = gated()
     ffn.train()
-    token = next(
-        t for t in range(len(x_TD)) if 0 < (ffn.router(x_TD[t : t + 1]) > 0).sum() < BLOCKS
-    )
-    x_1D = x_TD[token : token + 1]
+    x_1D = next(x for x in x_TD.split(1) if 0 < (ffn.router(x) > 0).sum() < BLOCKS)
     v_D = torch.randn(32, dtype=torch.float64)
     (ffn(x_1D) @ v_D).sum().backward()
     W, U, V, Y = (p.weight for p in (ffn.gate_proj, ffn.up_proj, ffn.down_proj, ffn.router))
@@ -196,29 +187,24 @@ def test_the_sparsity_loss_pushes_active_gates_alone():
 def test_the_objective_by_hand_padding_left_out():
     torch.manual_seed(5)
     model = carved(tiny_model("llama"), 20, sparsity=0.7, tau=0.9).train()
-    ids = rows(2, 12)
+    ids = drawn_ids(2, 12, seed=3)
     labels, mask = ids.clone(), torch.ones_like(ids)
     labels[1, 7:], mask[1, 7:] = -100, 0
-    objective = SparseObjective(
-        [f.router for f in ffns(model)], configured(DSMoEConfig, sparsity=0.7), None
-    )
-    loss, figures = objective(
-        model, {"input_ids": ids, "labels": labels.clone(), "attention_mask": mask}
-    )
+    config = configured(DSMoEConfig, sparsity=0.7)
+    objective = SparseObjective([f.router for f in ffns(model)], config, None)
+    batch = {"input_ids": ids, "labels": labels.clone(), "attention_mask": mask}
+    loss, figures = objective(model, batch)
     with gates_of(model) as seen:
         logits = model(input_ids=ids, attention_mask=mask).logits
-    total, gates, on, idle, count = 0.0, 0.0, 0, 0, 0
-    for b in range(2):
-        for t in range(11):
-            if labels[b, t + 1] == -100:
-                continue
-            count += 1
-            total += F.cross_entropy(logits[b, t], labels[b, t + 1]).item()
-            here = torch.stack([G[b * 12 + t] for G in seen])
-            gates += here.mean().item()
-            on += int((here > 0).sum())
-            idle += int((here <= 0).all(-1).sum())
-    assert count == 11 + 6
+    total, gates, on, idle = 0.0, 0.0, 0, 0
+    predicting = (labels[:, 1:] != -100).nonzero().tolist()
+    for b, t in predicting:
+        total += F.cross_entropy(logits[b, t], labels[b, t + 1]).item()
+        here = torch.stack([G[b * 12 + t] for G in seen])
+        gates += here.mean().item()
+        on += int((here > 0).sum())
+        idle += int((here <= 0).all(-1).sum())
+    assert len(predicting) == 11 + 6
     assert figures["language"].item() == pytest.approx(total, rel=1e-5)
     assert figures["sparsity"].item() == pytest.approx(gates, rel=1e-5)
     assert figures["active_blocks"].item() == pytest.approx(on / 4 / BLOCKS, rel=1e-5)
@@ -229,11 +215,10 @@ def test_the_objective_by_hand_padding_left_out():
 
 def test_the_controller_reaches_its_target():
     """From about half of the blocks, down and up."""
-    tokens = rows(32, 24)
+    tokens = drawn_ids(32, 24, seed=3)
     for active, above in ((0.6, False), (0.85, True)):
-        config = configured(
-            DSMoEConfig, experts=BLOCKS, active=active, steps=60, batch=8, lr=1e-2, gain=1
-        )
+        training = {"steps": 60, "batch": 8, "lr": 1e-2, "gain": 1}
+        config = configured(DSMoEConfig, experts=BLOCKS, active=active, **training)
         model = tiny_model("llama", mlp_bias=False, num_hidden_layers=2)
         arch = dense_arch(model.config)
         target = DSMoE(config).target(layer_sizes(model, arch))
@@ -257,18 +242,13 @@ def interrupting(items, label, total=None):
 
 
 def test_training_that_comes_to_nothing_ends_at_once_and_is_not_in_the_way(llama_folder, tmp_path):
-    few = {"length": 24, "steps": 3, "batch": 2}
-    out = str(tmp_path / "out")
-    diverging = Recipe(
-        str(llama_folder), out, (configured(DSMoEConfig, lr=1e30, **few),), evaluation=None
-    )
+    few, places = {"length": 24, "steps": 3, "batch": 2}, (str(llama_folder), str(tmp_path / "out"))
+    diverging = Recipe(*places, (configured(DSMoEConfig, lr=1e30, **few),), evaluation=None)
     with pytest.raises(MoesaicError, match=r"lr 1e\+30 is too high: the (loss|gradient) of step"):
         run_recipe(diverging)
     assert not [*tmp_path.iterdir()]
     with pytest.raises(KeyboardInterrupt):
-        run_recipe(
-            Recipe(str(llama_folder), out, (configured(DSMoEConfig, **few),)), track=interrupting
-        )
+        run_recipe(Recipe(*places, (configured(DSMoEConfig, **few),)), track=interrupting)
     assert not [*tmp_path.iterdir()]
 
 
@@ -330,8 +310,7 @@ def gates():
     return [[1 / (1 + math.exp(-(x[0] * y[0] + x[1] * y[1]))) for y in ROWS] for x in TOKENS]
 
 
-def router_of(**options):
-    router = routers.ThresholdRouter(2, 3, 0, **options)
+def with_rows(router):
     with torch.no_grad():
         router.weight.copy_(torch.tensor(ROWS))
     return router
@@ -341,7 +320,7 @@ def router_of(**options):
 @pytest.mark.parametrize("training", [True, False])
 def test_the_gate_by_hand(tau, training):
     """Eqs. 3 and 7: the sigmoid where it is above tau, zero elsewhere."""
-    router = router_of(tau=tau).train(training)
+    router = with_rows(routers.ThresholdRouter(2, 3, 0, tau=tau)).train(training)
     found = router(torch.tensor(TOKENS)).tolist()
     wanted = [[g if g > tau else 0.0 for g in row] for row in gates()]
     assert any(g for row in wanted for g in row)
@@ -357,7 +336,7 @@ def test_a_gate_at_the_threshold_is_idle():
 def test_the_straight_through_gradient_by_hand():
     """Eqs. 10 and 11: dS/dg is 1 for idle gates too, so that dY is g (1 - g) x."""
     for through in (True, False):
-        router = router_of(through=through).train()
+        router = with_rows(routers.ThresholdRouter(2, 3, 0, through=through)).train()
         router(torch.tensor(TOKENS[:1])).sum().backward()
         for row, g in zip(router.weight.grad.tolist(), gates()[0], strict=True):
             slope = g * (1 - g) if through or g > 0.5 else 0.0
@@ -377,9 +356,7 @@ def test_the_scale_by_hand():
 
 def test_the_softmax_by_hand():
     """LLaMA-MoE: the highest logits' own softmax, times the scale."""
-    router = routers.SoftmaxRouter(2, 3, 2, scale=1.5)
-    with torch.no_grad():
-        router.weight.copy_(torch.tensor(ROWS))
+    router = with_rows(routers.SoftmaxRouter(2, 3, 2, scale=1.5))
     found = router(torch.tensor(TOKENS[:1]))[0].tolist()  # logits 2, -1, 1.5
     one, two = math.exp(2), math.exp(1.5)
     assert found == pytest.approx([1.5 * one / (one + two), 0, 1.5 * two / (one + two)], rel=1e-5)

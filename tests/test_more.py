@@ -43,6 +43,11 @@ def observed(tokens, config=None, **options):
     return site, method, tally.stats()
 
 
+def importance_of(site, stats):
+    squares = (stats[name] / stats["calls_E"] for name in ("x_square_D", "h_square_M"))
+    return formulas.importance(site.view, *squares)
+
+
 def test_frequency_and_coactivation(tokens):
     """Sum f = k_act; C symmetric with diagonal f; both equal the plain definition."""
     site, _, stats = observed(tokens)
@@ -87,25 +92,20 @@ def test_coactivation_by_blocks(block):
     formulas.add_coactivation(whole, channels, 17)
     formulas.add_coactivation(blocked, channels, block)
     assert torch.equal(whole, formulas.mirror(blocked, block))
-    assert torch.equal(
-        whole.diagonal().long(), torch.bincount(channels.flatten(), minlength=17)
-    )  # Eq. 5
+    frequency_M = torch.bincount(channels.flatten(), minlength=17)  # Eq. 5
+    assert torch.equal(whole.diagonal().long(), frequency_M)
 
 
 def test_importance_is_equation_7(tokens):
     site, _, stats = observed(tokens)
-    ffn = site.view
+    ffn, found = site.view, importance_of(site, stats)
     x_TD = torch.cat(list(site.inputs())).double()
     h_TM = torch.cat([h for _, h in site.activations()]).double()
-    found = formulas.importance(
-        ffn, stats["x_square_D"] / stats["calls_E"], stats["h_square_M"] / stats["calls_E"]
-    )
     for j in (0, 13, 63):
         up = sum(abs(float(ffn.up_MD[j, i])) * float((x_TD[:, i] ** 2).mean()) for i in range(32))
-        down = sum(abs(float(ffn.down_DM[k, j])) for k in range(32)) * float(
-            (h_TM[:, j] ** 2).mean()
-        )
-        assert found[j].item() == pytest.approx(up + down, rel=1e-6)
+        down = sum(abs(float(ffn.down_DM[k, j])) for k in range(32))
+        expected = up + down * float((h_TM[:, j] ** 2).mean())
+        assert found[j].item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("large", [1, 1 << 18], ids=["by blocks", ""])
@@ -124,13 +124,7 @@ def test_planted_coactivation_is_recovered(count, balanced, large, monkeypatch):
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    width=st.integers(12, 40),
-    experts=st.integers(1, 5),
-    balanced=st.booleans(),
-    isolated=st.integers(0, 6),
-    seed=st.integers(0, 5),
-)
+@given(st.integers(12, 40), st.integers(1, 5), st.booleans(), st.integers(0, 6), st.integers(0, 5))
 def test_petals_partition_their_members(width, experts, balanced, isolated, seed):
     generator = torch.Generator().manual_seed(seed)
     counts = torch.rand(width, width, generator=generator)
@@ -155,9 +149,8 @@ def test_prototypes_are_equations_9_to_11(tokens):
     h_TM = torch.cat([h for _, h in site.activations()])
     members = formulas.memberships(backbone, petals, 64)
     found = formulas.prototypes(site, members, alpha=0.5)
-    energy = torch.stack(
-        [h_TM[:, torch.cat([backbone, p])].norm(dim=1) / (10 + len(p)) ** 0.5 for p in petals], 1
-    )
+    ours = [torch.cat([backbone, petal]) for petal in petals]
+    energy = torch.stack([h_TM[:, own].norm(dim=1) / len(own) ** 0.5 for own in ours], 1)
     torch.testing.assert_close(formulas.energies(h_TM, members, 0.5), energy)
     for i in range(2):
         mean = x_TD[energy.argmax(1) == i].double().mean(0)
@@ -191,9 +184,7 @@ def test_sunflower(tokens, config):
         for other in experts[:i]:
             assert one & other == core
     assert set().union(*experts) == set(range(64))
-    score_M = formulas.importance(
-        site.view, stats["x_square_D"] / stats["calls_E"], stats["h_square_M"] / stats["calls_E"]
-    )
+    score_M = importance_of(site, stats)
     assert min(score_M[list(core)]) >= max(score_M[list(set(range(64)) - core)])
 
 
@@ -211,9 +202,8 @@ def test_variants_share_backbone_and_budget(tokens):
     full = plans["full"]
     assert torch.equal(plans["random"].order_M, full.order_M)
     assert plans["random"].routing == "random"
-    assert set(plans["backbone"].neurons_EW[0].tolist()) == set(
-        full.order_M[: full.backbone].tolist()
-    )
+    alone = plans["backbone"].neurons_EW[0]
+    assert {*alone.tolist()} == {*full.order_M[: full.backbone].tolist()}
     assert plans["static"].width == active_width(full)
     assert plans["static"].kind == plans["backbone"].kind == "cut"  # as slim makes them
     assert plans["naive"].backbone < 64 % len(plans["naive"].petals) + 1
@@ -232,12 +222,7 @@ def test_a_backbone_of_no_neurons_is_counted(tokens):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    width=st.integers(512, 4096),
-    experts=st.integers(2, 16),
-    data=st.data(),
-    active=st.floats(0.5, 0.99),
-)
+@given(st.integers(512, 4096), st.integers(2, 16), st.data(), st.floats(0.5, 0.99))
 def test_budget_round_trip(width, experts, data, active):
     top_k = data.draw(st.integers(1, experts - 1))
     sizes = [LayerSize(attention=width * 100, ffn=width * 300, width=width)] * 8
@@ -333,9 +318,8 @@ def test_the_record_says_what_multiples_made_of_the_target(tokens):
 def test_budget_counts_the_models_own_projections():
     model = tiny_model("llama")
     sizes = layer_sizes(model, dense_arch(model.config))
-    assert sizes[0] == LayerSize(
-        attention=2 * 32 * 32 + 2 * 32 * 16, ffn=3 * 32 * 64, width=64, hidden=32
-    )
+    attention = 2 * 32 * 32 + 2 * 32 * 16
+    assert sizes[0] == LayerSize(attention, ffn=3 * 32 * 64, width=64, hidden=32)
     assert active_ratio(sizes, {}) == 1
 
 

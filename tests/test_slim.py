@@ -7,6 +7,7 @@ import pytest
 import torch
 from builders import (
     any_model,
+    drawn,
     equal,
     loaded,
     logits,
@@ -15,8 +16,6 @@ from builders import (
     same_model,
     saved,
     site_of,
-    tiny_model,
-    tiny_moe,
 )
 from cases import many_tokens
 
@@ -46,8 +45,7 @@ def test_result_is_native_and_what_it_computes_is_the_original_without_neurons(
     """Saved, loaded by transformers alone, and compared with masked neurons."""
     model = any_model(model_type)
     result = slimmed(model, tokens, keep=0.5)
-    result.save(tmp_path / "out")
-    again = loaded(tmp_path / "out")
+    again = loaded(result.save(tmp_path / "out"))
     assert again.config.model_type == model_type
     assert equal(dict(again.state_dict()), dict(result.model.state_dict()))
     masked = copy.deepcopy(model)
@@ -99,12 +97,10 @@ def test_energy_is_what_a_neuron_writes(model_type, tokens):
 @pytest.mark.parametrize("block", [1, 7, 40])
 def test_turns_taken_in_blocks_cost_what_they_do_one_by_one(block, monkeypatch):
     """Against the matrices worked out anew, of those kept, before every turn."""
-    draw = torch.Generator().manual_seed(0)
-    h_TM = torch.randn(90, 40, generator=draw).double()
-    down_DM = torch.randn(12, 40, generator=draw).double()
+    h_TM, down_DM = drawn(90, 40).double(), drawn(12, 40, seed=1).double()
     monkeypatch.setattr("moesaic.methods.slim.neurons.BLOCK", block)
-    costs = removal_costs(h_TM.T @ h_TM, down_DM, ridge=0.1)
     gram_MM = h_TM.T @ h_TM
+    costs = removal_costs(gram_MM.clone(), down_DM, ridge=0.1)
     gram_MM += 0.1 * gram_MM.diagonal().mean() * torch.eye(40)
     target_MD, kept = gram_MM @ down_DM.T, list(range(40))
     highest = 0.0
@@ -119,8 +115,7 @@ def test_turns_taken_in_blocks_cost_what_they_do_one_by_one(block, monkeypatch):
 
 
 def test_surgeon_takes_what_a_refit_makes_up_for_best():
-    """Each turn takes the neuron without which least squares leaves the least error, by brute
-    force; costs are the errors that are added."""
+    """Least squares without it leaves the least error, by brute force; costs are what is added."""
     generator = torch.Generator().manual_seed(0)
     mixing = torch.randn(6, 6, generator=generator).double()
     h_TM = torch.randn(80, 6, generator=generator).double() @ mixing
@@ -145,7 +140,7 @@ def test_surgeon_takes_what_a_refit_makes_up_for_best():
 @pytest.mark.parametrize("score", [score.name for score in BUILT_IN])
 def test_every_score_decides_of_a_dense_model(score, tokens):
     """And of mixtures: laws/test_mixtures.py."""
-    assert slimmed(tiny_model("llama"), tokens, keep=0.5, score=score).model is not None
+    assert slimmed(any_model("llama"), tokens, keep=0.5, score=score).model is not None
 
 
 @torch.no_grad()
@@ -185,8 +180,14 @@ def output(view, x_TD):
 # --- budgets -------------------------------------------------------------------------------------
 
 
+def lost(model, result, tokens):
+    """What all layers lose, squared."""
+    pairs = result.plan.layers.items()
+    return sum(losses(site_of(model, tokens, i), [x])[0] ** 2 for i, x in pairs)
+
+
 def test_experts_and_neurons_share_one_budget(tokens):
-    model = tiny_moe("qwen3_moe")
+    model = any_model("qwen3_moe")
     result = slimmed(model, tokens, keep=0.5, experts="4")
     assert {tuple(x.neurons_EW.shape) for x in result.plan.layers.values()} == {(4, 16)}
     result = slimmed(model, tokens, keep=0.25, experts="4")
@@ -197,15 +198,13 @@ def test_experts_and_neurons_share_one_budget(tokens):
 
 def test_auto_takes_the_number_of_experts_of_least_error(tokens):
     """Measured by converting every layer to each of the sizes that was tried."""
-    model = tiny_moe("mixtral")
+    model = any_model("mixtral")
     result = slimmed(model, tokens, keep=0.5, experts="auto")
     tried = result.summary["tried"]
     assert len(tried) > 1
     for count, total in tried.items():
         one = slimmed(model, tokens, keep=0.5, experts=count)
-        found = 0.0
-        for i, layer in one.plan.layers.items():
-            found += losses(site_of(model, tokens, i), [layer])[0] ** 2
+        found = lost(model, one, tokens)
         if one.plan.layers[0].width == round(8 * 16 * 0.5 / int(count)):
             assert total == pytest.approx(found, rel=0.2)
     best = min(tried, key=tried.__getitem__)
@@ -230,12 +229,8 @@ def test_widths_spread_by_the_error_of_layers(model_type, experts, tokens):
     assert sum(neurons) <= 0.5 * whole * len(neurons)
     assert neurons[0] < neurons[1]
     assert spread.model.config.model_type == f"moesaic_{model_type}"
-
-    def lost(result):
-        pairs = result.plan.layers.items()
-        return sum(losses(site_of(model, tokens, i), [x])[0] ** 2 for i, x in pairs)
-
-    assert lost(spread) < lost(slimmed(model, tokens, keep=0.5, allocate=evenly))
+    uniform = slimmed(model, tokens, keep=0.5, allocate=evenly)
+    assert lost(model, spread, tokens) < lost(model, uniform, tokens)
 
 
 OUTCOMES = {
@@ -312,10 +307,9 @@ def test_where_equal_widths_are_kept_the_result_is_theirs(moe_folder, monkeypatc
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "ernie4_5_moe"])
 def test_a_shared_path_that_is_counted_in_experts_is_filled_up(model_type, tokens, tmp_path):
     """12 of 16 neurons an expert, and a shared path of 16: two of 12, the last 8 are zero."""
-    model = tiny_moe(model_type)
+    model = any_model(model_type)
     result = slimmed(model, tokens, keep=0.75, multiple=4)
-    result.save(tmp_path / "out")
-    again = loaded(tmp_path / "out")
+    again = loaded(result.save(tmp_path / "out"))
     assert again.config.model_type == model_type
     arch = base_arch(again.config)
     assert getattr(again.config, arch.shared_count) == 2
@@ -350,7 +344,7 @@ def test_widths_that_differ_are_exported_filled_up(model_type, tokens, tmp_path)
 def test_experts_rows_are_wide_enough_for_grouped_products(tokens):
     """16 bytes: 8 numbers of 16 bits, 4 of 32; a multiple that leaves others is refused."""
     for dtype, width in ((torch.bfloat16, 8), (torch.float32, 4)):
-        model = tiny_moe("qwen2_moe").to(dtype)
+        model = any_model("qwen2_moe").to(dtype)
         made = slimmed(model, tokens, keep=0.25).model
         assert made.config.moe_intermediate_size == width
         assert torch.isfinite(logits(made, tokens)).all()
@@ -363,7 +357,7 @@ def test_experts_rows_are_wide_enough_for_grouped_products(tokens):
 def test_experts_of_different_widths_use_all_of_the_budget(options, neurons, tokens):
     """0.7 of 8 x 16 neurons are 89.6; equal widths would be 11, or 12."""
     for allocate in ("experts", "layers+experts"):
-        plan = slimmed(tiny_moe("qwen2_moe"), tokens, keep=0.7, allocate=allocate, **options).plan
+        plan = slimmed(any_model("qwen2_moe"), tokens, keep=0.7, allocate=allocate, **options).plan
         every = [sum(layer.widths) for layer in plan.layers.values()]
         budget, step = 0.7 * 8 * 16 * len(every), options.get("multiple", 1)
         assert budget - step * len(every) < sum(every) <= budget + step * len(every) / 2
@@ -371,7 +365,7 @@ def test_experts_of_different_widths_use_all_of_the_budget(options, neurons, tok
 
 
 def test_widths_by_expert_are_multiples_and_counted(tokens, tmp_path):
-    model = tiny_moe("qwen2_moe")
+    model = any_model("qwen2_moe")
     result = slimmed(model, tokens, keep=0.5, allocate="experts", multiple=4, score="surgeon")
     layers = result.plan.layers
     assert {w % 4 for layer in layers.values() for w in layer.widths} == {0}
@@ -401,7 +395,7 @@ def test_widths_by_expert_are_multiples_and_counted(tokens, tmp_path):
 @torch.no_grad()
 def unreached(layer=1, expert=0):
     """A mixture with an expert that is never chosen, whose first neurons hardly write anything."""
-    model = tiny_moe("deepseek_v3")
+    model = any_model("deepseek_v3")
     view = base_arch(model.config).mixture(model.model.layers[layer])
     view.router.e_score_correction_bias[expert] = -1e4
     view.weights_of(expert)[-1][:, :8] *= 1e-4
@@ -452,7 +446,7 @@ def test_layers_that_a_refit_leaves_alone_are_of_the_same_architecture(monkeypat
     monkeypatch.setattr(
         "moesaic.plans.cut.refitted_downs", lambda *a: solved(*a) if next(gains) else left
     )
-    result = slimmed(tiny_moe("qwen2_moe"), many_tokens(), keep=0.5, refit=True)
+    result = slimmed(any_model("qwen2_moe"), many_tokens(), keep=0.5, refit=True)
     assert [layer.weights for layer in result.plan.layers.values()] == ["own", "refitted"]
     assert result.model.config.model_type == "qwen2_moe"
 
@@ -474,7 +468,7 @@ def test_few_tokens_change_no_expert_that_they_reach(padded):
 
 def test_by_default_it_is_the_score_of_least_kl(tokens, tmp_path, caplog, monkeypatch):
     """Surgeon and refit; where that cannot be, the next best, in one sentence."""
-    model = tiny_moe("qwen2_moe")
+    model = any_model("qwen2_moe")
 
     def decided(config=None, **options):
         caplog.clear()
@@ -507,8 +501,7 @@ def test_a_dense_model_is_slimmed_from_statistics_as_from_its_text(tmp_path):
 
 
 def test_a_carved_model_is_not_observed(tmp_path):
-    carved = moesaic.carve(
-        any_model("llama"), moesaic.MoREConfig(active=0.8), calibration=many_tokens()
-    )
+    config = moesaic.MoREConfig(active=0.8)
+    carved = moesaic.carve(any_model("llama"), config, calibration=many_tokens())
     with pytest.raises(MoesaicError, match="observe the original"):
         moesaic.observe(carved.model, tmp_path / "model.stats", calibration=many_tokens())

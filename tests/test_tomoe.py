@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, configured, converted, losses_of, saved, tiny_model
+from builders import configured, converted, drawn_ids, losses_of, saved, tiny_model
 from shrunken import small_model
 from transformers import AutoModelForCausalLM
 
@@ -28,14 +28,13 @@ SHORT: dict[str, Any] = {
 
 
 def ids(rows=6, length=24):
-    return torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(3))
+    return drawn_ids(rows, length, seed=3)
 
 
 def student_of(model, **options):
     """Untrained, its logits spread so that about half of every mask is off."""
-    student = Student(
-        model, dense_arch(model.config), configured(ToMoEConfig, **{**SHORT, **options})
-    )
+    config = configured(ToMoEConfig, **{**SHORT, **options})
+    student = Student(model, dense_arch(model.config), config)
     torch.manual_seed(5)
     with torch.no_grad():
         for name, parameter in student.masking.named_parameters():
@@ -89,9 +88,8 @@ def test_at_first_every_expert_is_the_whole_ffn(model_type):
 def test_masks_of_ones_are_the_dense_model_exactly():
     model = tiny_model("llama")
     dense = model(ids()).logits
-    student = Student(
-        model, dense_arch(model.config), configured(ToMoEConfig, bias=100.0, head_bias=100.0)
-    )
+    config = configured(ToMoEConfig, bias=100.0, head_bias=100.0)
+    student = Student(model, dense_arch(model.config), config)
     student.base.eval()
     assert torch.equal(student.eval().logits(ids()), dense)
 
@@ -121,28 +119,20 @@ def test_neurons_that_are_off_learn_from_the_teacher():
 
 
 class ByHand:
-    """Masks of several experts of equal widths and of top-K dimensions, as a plan says.
-
-    Made of a student's modules alone: nothing of the layer kind or of what it installs.
-    """
+    """Masks that a plan says, made of a student's modules alone: nothing of what it installs."""
 
     def __init__(self, student, layers):
         self.student, self.layers = student, layers
 
-    def _layer(self, index):
-        layer = self.layers[index]
-        assert isinstance(layer, OverlappingLayer)
-        return layer
-
     def ffn(self, index, x_BLD):
-        masking, layer = self.student.masking, self._layer(index)
+        masking, layer = self.student.masking, self.layers[index]
         logits_NM = masking.expert_logits(index)
         width = layer.experts_NW.shape[1]
         on_NM = torch.zeros_like(logits_NM).scatter(1, logits_NM.topk(width).indices, 1)
         return on_NM[masking.mlp_modules(index).router(x_BLD).argmax(-1)]
 
     def attention(self, index, x_BLD):
-        masking, layer = self.student.masking, self._layer(index)
+        masking, layer = self.student.masking, self.layers[index]
         heads = masking.shapes[index].heads
         shift = masking.config.head_bias + MEDIAN
         static = masking.static_logits(index)[heads.size :] + shift
@@ -182,10 +172,7 @@ def test_the_converted_model_is_its_masks(model_type):
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "olmo2", "phi"])
 def test_queries_and_keys_are_masked_after_their_norm(model_type):
-    """S17: the norm's mean counted zeros; kept dimensions came out 1.45 times too large.
-
-    Of the first layer, whose input no mask has touched, every query and key is the dense model's.
-    """
+    """S17: the norm's mean counted zeros. Of the first layer's input no mask has touched any."""
     changes = {"qk_layernorm": True} if model_type == "phi" else {}
     model = tiny_model(model_type, **changes)
     names = dense_arch(model.config).attention
@@ -207,7 +194,6 @@ def test_queries_and_keys_are_masked_after_their_norm(model_type):
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     for layer in layers.values():
-        assert isinstance(layer, OverlappingLayer)
         assert not {names.q, names.k} & layer.rows.keys()
 
 
@@ -231,16 +217,14 @@ def test_pseudo_moe_and_moe_agree(attention):
     one = [result(ids()[:1, :t]).logits[:, -1] for t in (1, 2)]
     set_form(result, "pseudo")
     torch.testing.assert_close(result(ids()).logits, moe, rtol=0, atol=1e-4)
-    for t, logits in zip((1, 2), one, strict=True):
-        pseudo = result(ids()[:1, :t]).logits[:, -1]
-        torch.testing.assert_close(pseudo, logits, rtol=0, atol=1e-4)
+    pseudo = [result(ids()[:1, :t]).logits[:, -1] for t in (1, 2)]
+    torch.testing.assert_close(pseudo, one, rtol=0, atol=1e-4)
 
 
 def test_widths_are_equal_and_experts_lie_inside_the_union():
     student = student_of(tiny_model("llama"))
     _, layers = decided(student, Tokens(ids()))
     for i, layer in layers.items():
-        assert isinstance(layer, OverlappingLayer)
         logits = student.masking.expert_logits(i) + student.masking.config.bias + 0.36651
         widest = int((logits > 0).sum(-1).max())
         assert layer.experts_NW.shape == (3, widest)
@@ -382,8 +366,7 @@ def test_targets_out_of_reach_are_refused(model_type, attention):
     model = tiny_model(model_type)
     arch = dense_arch(model.config)
     shapes = layer_shapes(model, arch)
-    shape = shapes[0]
-    head = shape.heads
+    shape, head = shapes[0], shapes[0].heads
     step = 1 if shape.width * 0.01 < 4 else 8  # neurons that widths are multiples of
     one = 2 * 8
     if attention == "routed":  # of queries and keys a pair that RoPE turns, or one
