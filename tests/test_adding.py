@@ -20,8 +20,6 @@ from moesaic.arch.lookup import EXCEPTIONS
 
 METHOD = {
     "toys/halves/config.py": '''
-"""The options of Halves."""
-
 from dataclasses import dataclass
 
 from moesaic.config import MethodConfig, option
@@ -38,8 +36,6 @@ class HalvesConfig(MethodConfig):
     share: float = option(0.5, "The share of the neurons to keep.", minimum=0)
 ''',
     "toys/halves/method.py": '''
-"""Halves: the neurons are kept whose mean over the tokens is the largest."""
-
 import torch
 
 from moesaic.arch.lookup import dense_arch
@@ -76,9 +72,7 @@ class Halves(LayerMethod):
 ''',
 }
 CRITERION = {
-    "toys/loudest.py": '''
-"""A criterion: the experts that are called most often go."""
-
+    "toys/loudest.py": """
 from moesaic.methods.prune.config import Criterion
 
 QUIETEST = Criterion(
@@ -88,12 +82,10 @@ QUIETEST = Criterion(
     paper="Doe, Let the Quiet Ones Stay",
     score=lambda case: -case.stats["calls_E"].double(),
 )
-''',
+""",
 }
 LAYER = {
     "toys/dampened.py": '''
-"""A layer kind: an FFN whose output is scaled by a constant."""
-
 from dataclasses import dataclass
 
 from moesaic.arch.dense import put
@@ -139,8 +131,6 @@ class DampenedLayer(LayerPlan):
         return Description(f"its output times {self.factor.item():g}")
 ''',
     "toys/dampened_nn.py": '''
-"""The module of dampened layers."""
-
 import torch
 from torch import nn
 
@@ -163,18 +153,14 @@ class DampenedFFN(nn.Module):
 ''',
 }
 ARCHITECTURE = {
-    "toys/seed.py": '''
-"""An architecture that transformers knows and the tables of Moesaic do not."""
-
+    "toys/seed.py": """
 from moesaic.arch.dense import Arch
 
 SEED = Arch("seed_oss")
-''',
+""",
 }
 VERB = {
     "toys/dampen/config.py": '''
-"""The verb dampen, and the options of its method."""
-
 from dataclasses import dataclass
 
 from moesaic.config import MethodConfig, Verb, option
@@ -193,8 +179,6 @@ class DampenConfig(MethodConfig):
     refit: bool = option(False, "Nothing yet.", beyond="nothing yet")
 ''',
     "toys/dampen/method.py": '''
-"""Dampening: every layer is dampened."""
-
 from dataclasses import asdict
 
 import torch
@@ -265,7 +249,7 @@ from transformers import AutoModelForCausalLM
 
 losses = {}
 for name in ("halves", "quietest", "seed", "dampen", "applied", "carved-seed"):
-    model = AutoModelForCausalLM.from_pretrained(f"{sys.argv[0] and FOLDER}/{name}").eval()
+    model = AutoModelForCausalLM.from_pretrained(f"./{name}").eval()
     ids = torch.arange(1, 33)[None]
     with torch.no_grad():
         losses[name] = model(input_ids=ids, labels=ids).loss.item()
@@ -315,7 +299,7 @@ def done(package, llama_folder, moe_folder, tmp_path_factory):
     (folder / "commands.json").write_text(json.dumps(commands))
     path = os.pathsep.join([str(package), *filter(None, sys.path)])
     found = subprocess.run(
-        [sys.executable, "-c", COMMANDS.replace("{sys.argv[0] and FOLDER}", "."), "commands.json"],
+        [sys.executable, "-c", COMMANDS, "commands.json"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
         capture_output=True,
@@ -373,8 +357,7 @@ def test_a_new_layer_kind_is_what_it_says(done):
     assert {layer["kind"] for layer in record["layers"]} == {"dampened"}
     assert {layer["text"] for layer in record["layers"]} == {"its output times 0.5"}
     assert json.loads(said[3])["factor"] == 0.5
-    inspected = json.loads(said[5])
-    assert inspected["layers"]
+    assert json.loads(said[5])["layers"]
 
 
 def test_what_it_makes_is_told_beforehand(done):
@@ -388,11 +371,8 @@ def test_what_it_makes_is_told_beforehand(done):
 
 
 def test_the_command_line_knows_them(done):
-    _, said, _ = done
-    everything, carve, dampen = said[-3:]
-    assert "dampen" in everything
-    assert "Make layers quieter" in everything
-    assert "halves" in carve
-    assert "--share" in carve
-    assert "--factor" in dampen
+    everything, carve, dampen = done[1][-3:]
+    for said, words in ((everything, "dampen"), (everything, "Make layers quieter"),
+                        (carve, "halves"), (carve, "--share"), (dampen, "--factor")):  # fmt: skip
+        assert words in said
     assert "--samples" not in dampen

@@ -98,8 +98,7 @@ def projections(model):
 def test_hooks_see_what_enters_every_projection(name, tokens):
     """As a calibrating quantiser has them, whose ranges are those of input channels."""
     model = MODELS[name]()
-    entering = {}
-    outputs = {}
+    entering, outputs = {}, {}
     paths = {module: path for path, module in model.named_modules()}
 
     def note(module, args, out):
@@ -211,9 +210,8 @@ def test_condensing_on_another_device(search, tokens):
 
     def decided(model):
         text = tokens.rows(slice(2))
-        result = moesaic.condense(
-            model, CondenseConfig(count=2, **options), text=text, inplace=True
-        )
+        config = CondenseConfig(count=2, **options)
+        result = moesaic.condense(model, config, text=text, inplace=True)
         return result.plan.layers, result.analyses
 
     layers, analyses = decided(experts_on_cpu("qwen2_moe"))
@@ -285,17 +283,10 @@ def test_one_process_trains_on_the_one_gpu_that_was_asked_for(asked, expected, m
 
     monkeypatch.setattr("moesaic.train.loop._Loop.__init__", trainer)
     model = tiny_model("llama")
-    schedule = Schedule(
-        steps=1, batch=1, accumulate=1, lr=1e-3, warmup=0, weight_decay=0, seed=0, save_every=1
-    )
+    every, once = dict(model.named_parameters()), {"steps": 1, "batch": 1, "accumulate": 1}
+    schedule = Schedule(**once, lr=1e-3, warmup=0, weight_decay=0, seed=0, save_every=1)
     with pytest.raises(Seen) as raised:
-        train(
-            model,
-            tokens.examples(),
-            schedule,
-            trainable=dict(model.named_parameters()),
-            device=asked,
-        )
+        train(model, tokens.examples(), schedule, trainable=every, device=asked)
     (arguments,) = raised.value.args
     assert arguments.n_gpu == 1, "transformers would wrap the model in nn.DataParallel"
     assert arguments.device == torch.device(expected)
@@ -373,27 +364,19 @@ def test_some_tests_are_for_gpus():
     assert sum(name.startswith("test_") for name in vars(test_gpu)) >= 6
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda tokens: moesaic.carve(tiny_model("llama"), text=tokens),
-        lambda tokens: moesaic.prune(
-            tiny_moe("mixtral"), PruneConfig(keep=5, allocate="layers"), text=tokens
-        ),
-    ],
-    ids=["carved", "pruned unevenly"],
-)
-def test_saved_results_load_with_parts_on_disk(made, tokens, tmp_path):
+@pytest.mark.parametrize("uneven", [False, True], ids=["carved", "pruned unevenly"])
+def test_saved_results_load_with_parts_on_disk(uneven, tokens, tmp_path):
     """As a user loads what is larger than the device: ``device_map="auto"``."""
-    folder = made(tokens).save(tmp_path / "out")
+    if uneven:
+        config = PruneConfig(keep=5, allocate="layers")
+        result = moesaic.prune(tiny_moe("mixtral"), config, text=tokens)
+    else:
+        result = moesaic.carve(tiny_model("llama"), text=tokens)
+    folder = result.save(tmp_path / "out")
     whole = AutoModelForCausalLM.from_pretrained(folder).eval()
     size = sum(p.numel() * p.element_size() for p in whole.parameters())
-    parts = AutoModelForCausalLM.from_pretrained(
-        folder,
-        device_map="auto",
-        max_memory={"cpu": size * 2 // 3},
-        offload_folder=tmp_path / "offload",
-    ).eval()
+    room = {"max_memory": {"cpu": size * 2 // 3}, "offload_folder": tmp_path / "offload"}
+    parts = AutoModelForCausalLM.from_pretrained(folder, device_map="auto", **room).eval()
     assert "disk" in parts.hf_device_map.values()
     with torch.no_grad():
         expected = whole(tokens.input_ids).logits

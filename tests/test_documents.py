@@ -29,13 +29,8 @@ from moesaic.io.names import PACKAGED
 from moesaic.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    [
-        *ROOT.glob("*.md"),
-        *(ROOT / "docs").rglob("*.md"),
-        *(ROOT / "src/moesaic/assets").rglob("*.md"),
-    ]
-)
+FOLDERS = (ROOT / "docs", ROOT / "src/moesaic/assets")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for of in FOLDERS for page in of.rglob("*.md"))])
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "scripts").glob("*.py")])
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -89,12 +84,8 @@ def spoken():
 def read(given, monkeypatch):
     """A command line as the real one reads it; a verb's as far as its recipe, checked."""
     recipes = []
-
-    def keep(recipe, **_):
-        recipes.append(recipe)
-
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(conversions, "carry_out", keep)
+    monkeypatch.setattr(conversions, "carry_out", lambda recipe, **_: recipes.append(recipe))
     said, command, rest = app.resolve_command(click.Context(app), given)
     name = str(said)
     assert command is not None, f"there is no command {given[0]}"
@@ -137,9 +128,8 @@ def test_documents_have_commands_of_every_verb():
     ],
 )
 def test_wrong_commands_are_found(line, monkeypatch):
-    with pytest.raises(
-        Exception, match=r"(?i)no such|nobody|there is no|missing (argument|parameter)"
-    ):
+    said = r"(?i)no such|nobody|there is no|missing (argument|parameter)"
+    with pytest.raises(Exception, match=said):
         read(shlex.split(line), monkeypatch)
 
 
@@ -153,10 +143,8 @@ def flags():
 
 def test_options_in_sentences_exist():
     """The changelog names what is gone, too."""
-    known, fields_ = flags(), {of.name for config in METHODS.values() for of in fields(config)}
-    fields_ |= {
-        of.name for config in (moesaic.Calibration, moesaic.Evaluation) for of in fields(config)
-    }
+    known, configs = flags(), (*METHODS.values(), moesaic.Calibration, moesaic.Evaluation)
+    fields_ = {of.name for config in configs for of in fields(config)}
     pages = [page.read_text("utf-8") for page in PAGES if page.name != "CHANGELOG.md"]
     for span in (span for text in pages for span in INLINE.findall(FENCED.sub("", text))):
         if span.split()[0] in OTHERS or span.startswith(FOREIGN):
@@ -257,13 +245,18 @@ def test_models_of_packages_are_installed_as_the_program_says():
 # --- tables --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def option_tables():
-    sys.path.insert(0, str(ROOT / "scripts"))
+def modules(folder, *names):
+    """Modules of a folder of scripts."""
+    sys.path.insert(0, str(ROOT / folder))
     try:
-        return import_module("option_tables")
+        return [import_module(name) for name in names]
     finally:
         sys.path.pop(0)
+
+
+@pytest.fixture(scope="module")
+def option_tables():
+    return modules("scripts", "option_tables")[0]
 
 
 def test_tables_of_options_are_fresh(option_tables):
@@ -280,11 +273,8 @@ def test_stale_tables_are_found(option_tables):
 
 
 def test_every_method_has_a_table(option_tables):
-    known = {
-        name
-        for page in option_tables.pages()
-        for name in option_tables.listed(page.read_text("utf-8"))
-    }
+    texts = [page.read_text("utf-8") for page in option_tables.pages()]
+    known = {name for text in texts for name in option_tables.listed(text)}
     ours = {name for name, config in METHODS.items() if config.__module__.startswith("moesaic.")}
     assert ours <= known, f"no table of options in docs/ of {', '.join(sorted(ours - known))}"
 
@@ -329,21 +319,12 @@ def test_dsmoe_is_told_by_all_its_runs():
 
 @pytest.fixture(scope="module")
 def benchmarks():
-    return scripts("tables", "peers")
-
-
-def scripts(*names):
-    """Modules of benchmarks/."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        return [import_module(name) for name in names]
-    finally:
-        sys.path.pop(0)
+    return modules("benchmarks", "tables", "peers")
 
 
 def test_commands_of_benchmarks_are_understood(monkeypatch):
     """Each row has a name of its own; commands that differ in numbers alone are read once."""
-    (run,), commands = scripts("run"), dict[str, str]()
+    (run,), commands = modules("benchmarks", "run"), dict[str, str]()
     for file in (ROOT / "benchmarks").glob("*.yaml"):
         rows = [*run.rows_of(yaml.safe_load(file.read_text("utf-8")), {"data": "FILE"})]
         assert len({row.folder for row in rows}) == len(rows), file
@@ -366,7 +347,7 @@ def test_measurements_say_what_makes_them():
 
 @pytest.mark.nightly
 def test_rows_keep_what_is_asked_for_and_what_they_took(tmp_path, monkeypatch):
-    (run,) = scripts("run")
+    (run,) = modules("benchmarks", "run")
     plan = {"vary": {"row": {"first layers": "0"}}, "name": "{row}"}
     plan |= {"steps": [{"as": "shape", "run": "inspect tiny-moe --json", "take": ["model_type"]}]}
     file = tmp_path / "one.yaml"
@@ -397,8 +378,7 @@ def test_tables_of_figures_are_those_of_the_measurements(benchmarks):
 
 
 def test_a_peer_that_cannot_be_run_says_why(benchmarks, tmp_path, capsys):
-    """Also where its code ends in an error of any kind; what it prints before that does not
-    matter."""
+    """Also where its code ends in an error of any kind, whatever it prints before that."""
     *_, peers = benchmarks
     (tmp_path / "mixtral.py").write_text("print('{}')\nraise ValueError('first\\nsecond')\n")
     before = [*sys.path]
@@ -416,17 +396,11 @@ def test_choosing_says_what_the_tables_say(benchmarks):
     """One text, one draw, one file for all figures of dense models."""
     tables, _ = benchmarks
     rows = tables.record("frontier")["results"]
-    page = (ROOT / "docs/choosing.md").read_text("utf-8")
-
-    def perplexity(name, text):
-        return f"{rows[name][text]['perplexity']:.2f}"
-
-    for name in ("fine petals",):
-        both = [
-            f"{perplexity('dense', text)} → {perplexity(name, text)}"
-            for text in ("shipped", "wikitext2-valid")
-        ]
-        assert ", ".join(both) in page, name
+    page, both = (ROOT / "docs/choosing.md").read_text("utf-8"), []
+    for text in ("shipped", "wikitext2-valid"):
+        before, after = (rows[name][text]["perplexity"] for name in ("dense", "fine petals"))
+        both.append(f"{before:.2f} → {after:.2f}")
+    assert ", ".join(both) in page
     results = tables.record("slim")["results"]
     for command in ("slim", "prune", "slim --allocate experts"):
         drawn = tables.draws(results, "tiny-shared-moe", "0.5", command).values()
@@ -452,11 +426,10 @@ def test_a_script_imports_and_answers_help(path, tmp_path, monkeypatch):
 def test_scripts_in_documents_exist_with_their_options():
     texts = {page: list(lines(page)) + INLINE.findall(page.read_text("utf-8")) for page in PAGES}
     texts |= {script: list(lines(script)) for script in SCRIPTS}
+    run = re.compile(r"python ((?:benchmarks|scripts)/\w+\.py)([^`|]*)")
     for page, said in texts.items():
         for line in said:
-            for script, rest in re.findall(
-                r"python ((?:benchmarks|scripts)/\w+\.py)([^`|]*)", line
-            ):
+            for script, rest in run.findall(line):
                 assert (ROOT / script).exists(), f"{page.name}: there is no {script}"
                 source = (ROOT / script).read_text("utf-8")
                 for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", rest):

@@ -188,9 +188,8 @@ def test_a_router_is_given_all_that_its_block_gives_it(gone):
     assert torch.equal(chosen_NK, wanted_NK)
     torch.testing.assert_close(weights_NK, 2.5 * score_NE.gather(1, wanted_NK))
     if allowed_NE is not None:
-        torch.testing.assert_close(
-            routing.routed(logits_NE, allowed_NE)[1], score_NE.gather(1, wanted_NK)
-        )
+        found_NK = routing.routed(logits_NE, allowed_NE)[1]
+        torch.testing.assert_close(found_NK, score_NE.gather(1, wanted_NK))
     assert torch.equal(routing.routed(logits_NE)[0], logits_NE)
 
 
@@ -262,9 +261,8 @@ def test_no_strength_is_better_on_held_out_tokens_than_the_one_chosen():
         ridge.add(x_TF, y_TO)
         cut = 30 - 30 // recovery.HELD_OUT
         fits = (ridge_of(x_TF[:cut], y_TO[:cut], s) for s in recovery.STRENGTHS)
-        errors = [
-            (y_TO[cut:].double() - x_TF[cut:].double() @ w_FO).square().sum() for w_FO in fits
-        ]
+        x, y = x_TF[cut:].double(), y_TO[cut:].double()
+        errors = [(y - x @ w_FO).square().sum() for w_FO in fits]
         least = min(errors) / errors[0]
         assert ridge.solve().unexplained == pytest.approx(least.item(), rel=1e-3), seed
 
@@ -326,15 +324,11 @@ def test_features_of_few_tokens_are_solved_for_in_the_space_of_those_tokens():
         wider.append(recovery.Blocks(s.y_TO, four_fold))
     turned = recovery.within_tokens(*wider)
     assert [x_NF.shape[1] for _, x_NF in turned[0].features.values()] == [5, 5, 5]
-    for expected_FO, found_FO in zip(
-        recovery.ridge_path(wider, None, (3.0, 0.1), iterations=3),
-        recovery.ridge_path(turned, None, (3.0, 0.1), iterations=3),
-        strict=True,
-    ):
+    paths = (recovery.ridge_path(s, None, (3.0, 0.1), iterations=3) for s in (wider, turned))
+    for expected_FO, found_FO in zip(*paths, strict=True):
         weights = turned[0].split(found_FO)
-        torch.testing.assert_close(
-            torch.cat([turned[0].bases[i] @ weights[i] for i in weights]), expected_FO
-        )
+        back_FO = torch.cat([turned[0].bases[i] @ weights[i] for i in weights])
+        torch.testing.assert_close(back_FO, expected_FO)
         for before, after in zip(wider, turned, strict=True):
             torch.testing.assert_close(after.times(found_FO), before.times(expected_FO))
 
@@ -351,12 +345,7 @@ def test_one_block_alone_takes_one_iteration():
 
 
 def linear_site(target_TD, *experts):
-    """A site of one batch, all of whose target is missing.
-
-    Args:
-        target_TD: the output to come near.
-        experts: of each the rows of its tokens (N,), and its three neurons there (N, 3).
-    """
+    """A site of one batch whose whole target is missing; experts are rows (N,), neurons (N, 3)."""
     down_EDM = torch.zeros(len(experts), target_TD.shape[1], 3)
     every = torch.arange(len(target_TD))
     view = SimpleNamespace(
@@ -438,16 +427,11 @@ def test_a_shared_path_without_some_neurons_is_refitted_with_the_experts():
     layer = CutLayer(torch.arange(8), torch.arange(16).repeat(8, 1), 16, shared_S=torch.arange(20))
     for site in stream_of(model, many_tokens(), [2]):
         new, found = layer.refit(site)
-        whole = site.view.shared_ffn
-        assert isinstance(new, CutLayer)
-        assert new.shared_DS is not None
-        own = [(x, site.view.shared_weighted(x)) for x in site.inputs()]
-        lost = [h[:, 20:] @ whole.down_DM[:, 20:].T for _, h in own if h is not None]
-        left = [
-            y - h[:, :20] @ (new.shared_DS - whole.down_DM[:, :20]).T
-            for (_, h), y in zip(own, lost, strict=True)
-            if h is not None
-        ]
+        down_DM = site.view.shared_ffn.down_DM
+        own = [site.view.shared_weighted(x) for x in site.inputs()]
+        lost = [h[:, 20:] @ down_DM[:, 20:].T for h in own]
+        change_SD = (new.shared_DS - down_DM[:, :20]).T
+        left = [y - h[:, :20] @ change_SD for h, y in zip(own, lost, strict=True)]
         before, after = (sum(y.square().sum().item() for y in part) for part in (lost, left))
         assert found["recovered"] > 0
         assert after < before

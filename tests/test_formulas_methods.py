@@ -165,9 +165,6 @@ def test_scores_of_neurons_by_hand():
     assert torch.equal(found["random"], SCORES["random"].score(neurons))
 
 
-# --- budgets -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("keep", ["shared", "nothing"])
 def test_what_condensing_leaves_is_counted_as_in_the_result(tokens, keep):
     model = tiny_moe("qwen2_moe")
@@ -185,10 +182,8 @@ def test_channels_that_fire_alone_go_to_the_smallest_petal_in_turn():
     together = torch.zeros(8, 8)
     together[0, 1] = together[1, 0] = together[2, 3] = together[3, 2] = 5.0
     petals = formulas.petals_of(together, torch.arange(8), 2, balanced=True, seed=0)
-    assert {tuple(petal.tolist()) for petal in petals} in (
-        {(0, 1, 4, 6), (2, 3, 5, 7)},
-        {(0, 1, 5, 7), (2, 3, 4, 6)},
-    )
+    either = {(0, 1, 4, 6), (2, 3, 5, 7)}, {(0, 1, 5, 7), (2, 3, 4, 6)}
+    assert {tuple(petal.tolist()) for petal in petals} in either
 
 
 @pytest.mark.parametrize("best", [3, 1900])
@@ -207,20 +202,17 @@ def test_the_best_of_all_sets_in_whatever_block_it_is(best):
 
 def test_weights_are_kept_out_of_condensed_layers_alone():
     model = tiny_moe("qwen2_moe")
-    base = base_shape(model, moe_arch(model.config))
-    plan = Plan("naee", base, {1: CutLayer(torch.arange(4))})
-    assert factors(moe_arch(model.config), model.config, plan) == {}
-    assert factors(moe_arch(model.config), model.config, None) == {}
+    arch = moe_arch(model.config)
+    cut = Plan("naee", base_shape(model, arch), {1: CutLayer(torch.arange(4))})
+    assert [factors(arch, model.config, plan) for plan in (cut, None)] == [{}, {}]
 
 
 def test_without_a_shared_path_there_is_nothing_of_it(tokens):
     model = tiny_moe("mixtral")
     for site in stream_of(model, tokens, [1]):
-        stats = tally_of(site, {"shared_reach_S", "shared_energy_S"}).stats()
-        assert {name: tensor.numel() for name, tensor in stats.items()} == {
-            "shared_reach_S": 0,
-            "shared_energy_S": 0,
-        }
+        names = {"shared_reach_S", "shared_energy_S"}
+        found = {name: t.numel() for name, t in tally_of(site, names).stats().items()}
+        assert found == dict.fromkeys(names, 0)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -232,12 +224,10 @@ def test_each_plan_is_refitted_in_its_own_layers_and_once(tokens, again, monkeyp
     plans = {"result": Plan("naee", base, {1: kept}), "other": Plan("naee", base, {2: kept})}
     finished = Progress(None, {})
     refitted, found = recover(job, plans, finished)
-    assert {name: list(plan.layers) for name, plan in refitted.items()} == {
-        "result": [1],
-        "other": [2],
-    }
+    own = {"result": [1], "other": [2]}
+    assert {name: list(plan.layers) for name, plan in refitted.items()} == own
     assert finished.keys() == {("result-refit", 1), ("other-refit", 2)}
-    assert {name: list(layers) for name, layers in found.items()} == {"result": [1], "other": [2]}
+    assert {name: list(layers) for name, layers in found.items()} == own
     if again:
         monkeypatch.setattr(CutLayer, "refit", None)
         assert recover(job, plans, finished)[0].keys() == plans.keys()

@@ -133,9 +133,8 @@ def test_the_objectives_terms_by_hand():
     assert {n: t.item() for n, t in terms.items()} == pytest.approx(wanted, rel=1e-5)
     total = 16 * wanted["parameters"] + 2 * wanted["union"] + wanted["balance"]
     assert masking.penalty(terms).item() == pytest.approx(total, rel=1e-5)
-    masking.config = configured(
-        ToMoEConfig, experts=3, active=0.5, parameters=3.0, union=5.0, balance=7.0
-    )
+    factors = {"parameters": 3.0, "union": 5.0, "balance": 7.0}
+    masking.config = configured(ToMoEConfig, experts=3, active=0.5, **factors)
     total = 3 * wanted["parameters"] + 5 * wanted["union"] + 7 * wanted["balance"]
     assert masking.penalty(terms).item() == pytest.approx(total, rel=1e-5)
 
@@ -147,9 +146,7 @@ def test_the_objectives_terms_by_hand():
 @torch.no_grad()
 def test_an_ffns_masks_by_hand(index):
     """Eq. 3, of the FFN's own expert embeddings; and what the terms are made of, padding out."""
-    masking, x_BLD = masking_of(), inputs()
-    valid_BL = torch.ones(2, 5, dtype=torch.bool)
-    valid_BL[1, 3:] = False
+    masking, x_BLD, valid_BL = masking_of(), inputs(), torch.arange(10).view(2, 5) < 8
     masking.valid_T = valid_BL.flatten()
     s_BLM = masking.ffn(index, x_BLD)
     modules = masking.mlp_modules(index)
@@ -225,18 +222,14 @@ def test_masks_are_tossed_and_what_is_deployed_is_counted():
 
 
 def test_the_gradient_of_the_load_balance(monkeypatch):
-    """Eq. 9: N sum F P with F counted, which has no gradient, and P of the softmax before it is
-    made one-hot, with its noise and temperature; whatever the tokens of the others are."""
-    masking, x_BLD = masking_of(), inputs()
-    valid_BL = torch.ones(2, 5, dtype=torch.bool)
-    valid_BL[1, 3:] = False
+    """Eq. 9: N sum F P, F counted, P of the noisy softmax before it is one-hot; padding is out."""
+    masking, x_BLD, valid_BL = masking_of(), inputs(), torch.arange(10).view(2, 5) < 8
     x_TD = x_BLD.flatten(0, 1)[valid_BL.flatten()]
     noise = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(2))
     for tossed in (False, True):
         masking.begin(valid_BL, noise=tossed)
-        monkeypatch.setattr(
-            masks, "gumbel_like", lambda x: noise if x.shape == noise.shape else 0 * x
-        )
+        drawn = lambda x: noise if x.shape == noise.shape else 0 * x  # noqa: E731
+        monkeypatch.setattr(masks, "gumbel_like", drawn)
         weight = masking.mlp_modules(0).router.weight
         weight.grad = None
         masking.ffn(0, x_BLD)
@@ -321,8 +314,6 @@ def test_routed_dimensions_are_tossed_too():
     masking = masking_of(noise=True, attention="routed", seed=7)
     logits_TA = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
     first, second = (learned_logits(masking, {0: logits_TA})[0].vo_TA for _ in range(2))
-    assert first is not None
-    assert second is not None
     assert torch.equal(first, second)
     noise_TA = first - logits_TA - 0.1
     assert noise_TA.std() > 0.1, "no constant, as the median is"
