@@ -268,7 +268,7 @@ def test_static_pruning_has_the_same_logits(model_type, vocabularies, tmp_path):
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory):
     """A dense model that knows some English, with widths by layer."""
-    config = SlimConfig(keep=7 / 12, allocate="layers", multiple=32)
+    config = SlimConfig(keep=0.75, allocate="layers", multiple=32)
     result = slim("tiny-dense", config, samples=16, length=128)
     folder = result.save(tmp_path_factory.mktemp("uneven") / "model")
     assert resolve(str(folder)).config.model_type == "moesaic_llama"
