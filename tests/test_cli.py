@@ -135,7 +135,6 @@ carve MODEL OUT -o tasks=no.jsonl | tasks: no file
 carve MODEL OUT --calibration no.txt | No text file at no.txt
 carve MODEL OUT --data no.txt | No text file at no.txt
 carve MODEL OUT --data no.safetensors | No text file at no.safetensors
-prune | Missing argument 'MODEL'
 carve MODEL | Missing argument 'OUT'
 carve MODEL DONE | exists. Choose another name, or pass --overwrite
 carve /nowhere OUT | No model folder
@@ -315,6 +314,11 @@ def test_a_folder_without_text_is_refused_in_words(refused, llama_folder, tmp_pa
     assert "dataset_name" not in refused(said, *line)
     (tmp_path / "a.txt").write_bytes("Un café. ".encode("latin-1") * 90)
     refused(f"{said}: 'utf-8'", "eval", llama_folder, "--data", tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in app.commands if name != "inspect"])
+def test_a_command_alone_asks_for_its_first_argument(refused, name):
+    refused("Missing argument", name)
 
 
 def test_a_slash_after_the_name_of_a_model_that_ships_is_ignored(command):
