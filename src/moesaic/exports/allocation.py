@@ -154,8 +154,9 @@ class Price:
     """Change of the log-likelihood of drawn labels (:mod:`moesaic.observation.changes`), over
     the square root of twice the tokens of a window."""
     apart: float = 0.0
-    """KL that no other change interacts with, nats a token, such as a changed head's. Of experts of
-    which some were quantised it is negative if the effect of all is less alike."""
+    """KL that no other change interacts with, nats a token, such as a changed head's. Negative if
+    the products of ``v_KN`` with other changes are right, but its square is too large
+    (:func:`of_all_experts`)."""
 
     def __add__(self, other: Price) -> Price:
         return Price(self.v_KN + other.v_KN, self.apart + other.apart)
@@ -184,14 +185,14 @@ class Price:
 def of_all_experts(sampled: Sequence[Sampled]) -> list[Price]:
     """Return prices of quantising all E experts, by those of two halves of n of them.
 
-    Halves a and b have n_a and n_b experts, whose errors have a share s of KL_n in common:
+    With n_a and n_b experts in halves a and b, two experts have a share s of KL_n in common:
 
         s = E[v_a v_b] / (n_a n_b KL_n)    KL_E = E/n (1 + n (E - n) s) KL_n
 
-    Their products with the errors of other tensors grow by E/n. If s, of which every group has one,
-    is not significantly above 0 (p < 0.01), errors are taken to be independent, and all grows by
-    the square root. A model that was trained on from quantised weights, and is quantised again, has
-    a large s.
+    and products with the errors of other tensors are E/n times those of the sampled experts. If s,
+    of which every group gives an estimate, is not significantly above 0, errors are taken to be
+    independent: KL_E = E/n KL_n, and products are (E/n)^(1/2) times as large. s is large in a model
+    that was trained on from quantised weights and is quantised again.
 
     Args:
         sampled: by group; of one matrix in all layers, in one type.
