@@ -576,13 +576,22 @@ def stored_fingerprint(stored: Mapping[str, Stored]) -> str:
     """Return the fingerprint of stored tensors by name (16 hex digits), however they are divided
     into files."""
     total = hashlib.sha256()
-    for name, place in sorted(stored.items()):
-        digest = hashlib.sha256()
-        with place.path.open("rb") as file:
-            for first, last in pieces(place.nbytes, len(stored)):
-                file.seek(place.begin + first)
-                digest.update(file.read(last - first))
-        total.update(json.dumps([name, place.kind, place.shape, digest.hexdigest()]).encode())
+    digests: dict[str, str] = {}
+    files: dict[Path, list[str]] = {}
+    for name in sorted(stored, key=lambda name: stored[name].begin):
+        files.setdefault(stored[name].path, []).append(name)
+    for path, names in files.items():
+        with path.open("rb") as file:
+            for name in names:
+                digest = hashlib.sha256()
+                for first, last in pieces(stored[name].nbytes, len(stored)):
+                    file.seek(stored[name].begin + first)
+                    digest.update(file.read(last - first))
+                digests[name] = digest.hexdigest()
+    for name in sorted(stored):
+        total.update(
+            json.dumps([name, stored[name].kind, stored[name].shape, digests[name]]).encode()
+        )
     return total.hexdigest()[:16]
 
 
