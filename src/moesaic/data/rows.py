@@ -365,11 +365,15 @@ def rendered(tokenizer: Tokenizer, turns: Sequence[Values], **options: Any) -> s
             than :data:`LONGEST`.
         TemplateError: the template refuses the conversation, or fails over it.
     """
-    try:
-        kind, text = (_asked if hasattr(os, "fork") else _answer)(tokenizer, turns, options)
-    except (EOFError, OSError):
-        _end()
-        kind, text = "failed", f"takes more than {SECONDS:g} seconds, or more memory than it may"
+    if not hasattr(os, "fork"):
+        kind, text = _answer(tokenizer, turns, options)
+    else:
+        try:
+            kind, text = _asked(tokenizer, turns, options)
+        except (EOFError, OSError):
+            _end()
+            limits = f"{SECONDS:g} seconds, or more memory than it may"
+            kind, text = "failed", f"takes more than {limits}"
     if kind == "refused":
         from jinja2 import TemplateError
 
