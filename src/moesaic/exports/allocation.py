@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import product
 from operator import add
 from typing import TypeAlias
@@ -83,7 +83,7 @@ class Layout:
     """Bytes of the file without the tensors."""
     layers: int
 
-    @property
+    @cached_property
     def rounded(self) -> dict[str, str]:
         """Group of each tensor that is quantised."""
         quantised = (name for name, tensor in self.tensors.items() if tensor.type != WHOLE)

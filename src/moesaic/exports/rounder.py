@@ -409,11 +409,11 @@ class Rounder:
         _ = self.groups, self.weights  # before a head or a layer is in memory beside them
         every = dict[tuple[object, ...], Change]()  # where rows are short, types are one
         changes = []
-        for group, type in product(self.groups, types):
-            of_group = self._tensors(group)
-            tensors = (self.layout.tensors[n].as_type(type, group not in OUTSIDE) for n in of_group)
-            of_tensors = (*(tensor.type for tensor in tensors),)
-            for half, _ in enumerate(self._halves(group)):
+        for group in self.groups:
+            tensors = [self.layout.tensors[name] for name in self._tensors(group)]
+            halves = range(len(self._halves(group)))
+            for type, half in product(types, halves):
+                of_tensors = tuple(t.as_type(type, group not in OUTSIDE).type for t in tensors)
                 change = self._change(group, type, half)
                 changes.append(every.setdefault((group, half, of_tensors), change))
         return changes
@@ -442,13 +442,15 @@ class Rounder:
         """
         each, prices = iter(found), {type: dict[str, Price]() for type in types}
         sampled = defaultdict[tuple[str, str], dict[str, Sampled]](dict)  # by part and type
-        for group, type in product(self.groups, types):
-            prices[type][group] = next(each)
-            if len(halves := self._halves(group)) > 1:
-                experts = self._experts(group)[-1]
-                m, n = (len(range(experts)[half]) for half in halves)
-                both = prices[type][group], next(each), (m, n), experts
-                sampled[group.split()[0], type][group] = both
+        for group in self.groups:
+            halves = self._halves(group)
+            for type in types:
+                prices[type][group] = next(each)
+                if len(halves) > 1:
+                    experts = self._experts(group)[-1]
+                    m, n = (len(range(experts)[half]) for half in halves)
+                    both = prices[type][group], next(each), (m, n), experts
+                    sampled[group.split()[0], type][group] = both
         for (_, type), of_part in sampled.items():
             prices[type] |= zip(of_part, of_all_experts([*of_part.values()]), strict=True)
         return prices
