@@ -51,7 +51,10 @@ def html(records: Sequence[Record]) -> str:
         raise MoesaicError("A page is about one run at least.")
     several = len(records) > 1
     models = dict.fromkeys(facts.model_name(record) for record in records)
-    shared = [Section(SECTION, [*frontiers(records)]), Section("Runs", [tables.overview(records)])]
+    shared = list[Section]()
+    if several:
+        shared = [Section(SECTION, [*frontiers(records)])]
+        shared.append(Section("Runs", [tables.overview(records)]))
     originals = f"{len(models)} models" if len(models) > 2 else " and ".join(models)
     page = _template().render(
         title=f"{len(records)} runs of {originals}" if several else facts.title(records[0]),
