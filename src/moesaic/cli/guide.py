@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from moesaic.record import Record
 
 
-MEASURED = ("data", "max_tokens")
-"""Fields of Evaluation that searches have as options."""
+MEASURED_ON = ("data", "max_tokens")
+"""Fields of Evaluation that say on which text a search measures."""
 
 # --- fit -----------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ def _search_recipe(model: str, out: Path, options: JSON, **measured: Any) -> Rec
         out=str(out),
         steps=(),
         calibration=parse_as(Calibration, given.take(options, given.TEXT), ""),
-        evaluation=parse_as(Evaluation, measured | given.take(options, MEASURED), ""),
+        evaluation=parse_as(Evaluation, measured | given.take(options, MEASURED_ON), ""),
         **given.take(options, given.PLACE),
     )
 
@@ -97,7 +97,7 @@ def _search_options(*names: str) -> list[click.Parameter]:
     """Return the options of a search: some of its own, text, evaluation, device and type."""
     own = [given.option_of(FitConfig, name) for name in names]
     text = [given.option_of(Calibration, name, given.COMMON) for name in given.TEXT]
-    measured = [given.option_of(Evaluation, name, given.COMMON) for name in MEASURED]
+    measured = [given.option_of(Evaluation, name, given.COMMON) for name in MEASURED_ON]
     return [*own, *text, *measured, given.DEVICE, given.DTYPE]
 
 
