@@ -273,7 +273,7 @@ class Layerwise:
 Runner: TypeAlias = InMemory | Layerwise
 """Model that can be run over batches; ``shape`` is the model, or a skeleton of it.
 
-Channels that it skips at decoding are then skipped for all tokens.
+Parts of layers that it skips at decoding are then skipped for all tokens.
 """
 
 

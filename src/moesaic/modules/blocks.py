@@ -30,7 +30,9 @@ class CondensedFFN(nn.Module):
     them: sigmoid(g x) down(h) = down(sigmoid(g x) h).
 
     Args:
+        hidden_size: D.
         width: number of neurons; 0 for a block that adds nothing.
+        act: the base's activation function.
         names: names of gate, up and down.
         gated: number of neurons that the shared path's gate scales.
         more: True if the base's block returns a pair, whose second part is for the router's loss.
