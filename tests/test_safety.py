@@ -716,13 +716,14 @@ def test_a_tokenizer_that_is_dead_in_the_result_is_said(command, done, theirs, t
     """As a warning and on the card; one that needs no code names none."""
     auto = {"AutoTokenizer": ["evil.T", None]}
     edited(theirs / "tokenizer_config.json", auto_map=auto)
-    said = "The tokenizer cannot be loaded from the result: it needs Python code"
+    said = "The tokenizer cannot be loaded from the result"
     code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE)
     assert (code, said in caplog.text) == (0, False), err
+    assert "auto_map" not in json.loads((tmp_path / "out/tokenizer_config.json").read_text())
     assert resolve(str(tmp_path / "out")).tokenizer.get_vocab()
     (theirs / "tokenizer.json").write_text("{}")
     done("prune", theirs, tmp_path / "out", *PRUNE)
-    assert caplog.text.count(said) == 1
+    assert caplog.text.count(f"{said}: it needs Python code") == 1
     (theirs / "tokenizer.json").rename(theirs / "tiktoken.model")
     edited(theirs / "tokenizer_config.json", auto_map=auto, tokenizer_class="T")
     done("prune", theirs, tmp_path / "out", *PRUNE)
