@@ -31,6 +31,7 @@ from moesaic.metrics.forward import InMemory
 from moesaic.modules.running import SpilledList
 from moesaic.observation import stats as module
 from moesaic.observation import stream as streaming
+from moesaic.observation.changes import estimates
 from moesaic.observation.files import FILED, StatsFile
 from moesaic.observation.stats import layer_stats, tally_of
 from moesaic.observation.stream import LayerStream
@@ -195,6 +196,18 @@ def test_a_router_that_is_not_finite_is_named_by_its_layer(tokens, tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(MoesaicError, match="Layer 1 computes a value that is not finite"):
         moesaic.slim(str(tmp_path), keep=0.5, calibration=tokens, progress=False)
+
+
+def test_an_expert_that_is_not_finite_is_named_by_its_layer(tokens, tmp_path):
+    """The layer is refitted before its output reaches the next one."""
+    model = tiny_moe("mixtral")
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.gate_up_proj[3, 0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(MoesaicError, match="Layer 1 computes a value that is not finite"):
+        moesaic.prune(str(tmp_path), keep=6, calibration=tokens, progress=False)
+    with pytest.raises(MoesaicError, match="The model computes a value that is not finite"):
+        estimates(stream_of(model, tokens), [{}])
 
 
 ASKING = {"output_router_logits": True, "output_hidden_states": True}

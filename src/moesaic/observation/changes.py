@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
 from moesaic.data.text import Tokens
+from moesaic.io.checkpoint import not_finite
 from moesaic.io.outputs import whole_file
 from moesaic.losses import divergence, in_chunks, log_probabilities, predicting
 from moesaic.modules.running import SpilledList
@@ -332,6 +333,9 @@ def _draw(
     is the same for all draws, and that of f(z_y) is f'(z_y) times row y of the head.
 
     Logits are made of one window at a time: those of a batch may be larger than a layer.
+
+    Raises:
+        MoesaicError: a logit is not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     head, passed = stream.model.get_output_embeddings(), list[tuple[Tensor, Tensor]]()
@@ -349,6 +353,8 @@ def _draw(
                     (slope_BLV,) = torch.autograd.grad(logits_TV.sum(), z_BLV, retain_graph=True)
                     (of_total,) = torch.autograd.grad(total, leaf, retain_graph=True)
                 sums_TV = logits_TV.detach().double().softmax(-1).cumsum(-1).cpu()
+                if not sums_TV.isfinite().all():
+                    raise not_finite("The model computes")
                 draws_TK = torch.rand(len(sums_TV), len(found), generator=generator).double()
                 labels_TK = torch.searchsorted(sums_TV, draws_TK * sums_TV[:, -1:])
                 slope_TV, labels_TK = slope_BLV[counted], labels_TK.to(leaf.device)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
 from moesaic.arch.mixture import MoEFFN
+from moesaic.io.checkpoint import not_finite
 from moesaic.modules.running import LayerTokens
 from moesaic.types import JSON
 
@@ -448,6 +449,9 @@ def refitted_downs(
     Returns:
         down projections by place, in the layout of the experts' module (E, D, W), None if none
         changed; that of the shared path (D, S) or None; ``lost`` and ``recovered`` for the record.
+
+    Raises:
+        MoesaicError: the layer's output is not finite.
     """
     view = site.view
     parts = {
@@ -459,6 +463,8 @@ def refitted_downs(
     if shared_S is not None and ffn is not None:
         parts[SHARED] = _Part(ffn.down_DM.detach(), shared_S[shared_S >= 0])
     fitted, held, square = _regression_data(site, parts)
+    if not math.isfinite(square):
+        raise not_finite(f"Layer {site.index} computes")
     fitted, held = within_tokens(fitted, held)
     before = _square(held.y_TO)
     lost = _square(fitted.y_TO) + before
