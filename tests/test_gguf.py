@@ -840,6 +840,21 @@ def test_weights_that_are_not_finite_are_refused():
         quantiser.held_rows(torch.full((2, 256), torch.nan), "q4_k")
 
 
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_k_m"])
+def test_no_file_has_values_that_are_not_finite(kind, tmp_path):
+    """Norms are in f32 in every file; 1e6 is beyond f16 alone."""
+    needs_llamacpp(converter=True)
+    model = model_of("qwen2", hidden_size=256, intermediate_size=256)
+    with torch.no_grad():
+        model.model.norm.weight[3] = torch.inf
+        model.model.layers[0].mlp.up_proj.weight[1, 2] = 1e6
+    stored(model, tmp_path / "base")
+    wrong = "blk.0.ffn_up.weight" if kind == "f16" else "output_norm.weight"
+    with pytest.raises(MoesaicError, match=f"{wrong} holds a value that is not finite"):
+        moesaic.export(tmp_path / "base", tmp_path / "model.gguf", type=kind, calibration="none")
+    assert not (tmp_path / "model.gguf").exists()
+
+
 def test_a_type_that_rounds_by_text_is_refused_for_a_tensor_without(tmp_path, tokenizer):
     """One type for all: there is no narrower one to take instead."""
     file = tmp_path / "whole.gguf"

@@ -38,6 +38,7 @@ from moesaic.exports.quantiser import (
     FileTensor,
     KeptRows,
     begin_file,
+    check_values,
     fill_file,
     tensors_of,
     types_of,
@@ -136,6 +137,7 @@ def export_gguf(
         work = place / "model.gguf"
         if args.converted:
             convert(script, folder, source.folder, work, args.type)
+            check_values(work)
             tensors = tensors_of(work)
         else:
             with converting(script, folder, source.folder, work, WHOLE) as values:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from moesaic.config import by_text
 from moesaic.errors import MoesaicError
+from moesaic.io.checkpoint import check_finite
 from moesaic.metrics.gguf_engine import library
 
 if TYPE_CHECKING:
@@ -321,6 +322,7 @@ def fill_file(
 
     Raises:
         EOFError: there are fewer values.
+        MoesaicError: a value is not finite.
     """
     places, place = dict[str, int](), out.stat().st_size
     for name, tensor in reversed([*tensors.items()]):
@@ -334,6 +336,7 @@ def fill_file(
             _read(values, int(tensor.data_offset) - read)
             for part, mean in _parts(values, tensor, tensors[name].shape, weights.get(name)):
                 type = tensors[name].type
+                check_finite(name, part)
                 held = part.numpy() if type == WHOLE else held_rows(part, type, mean, kept)
                 file.write(held.data)
             read = int(tensor.data_offset + tensor.n_bytes)
@@ -389,6 +392,23 @@ def tensors_of(file: Path) -> dict[str, FileTensor]:
         tensor.name: FileTensor(tensor.tensor_type.name.lower(), tuple(map(int, tensor.shape)))
         for tensor in GGUFReader(file).tensors
     }
+
+
+def check_values(file: Path) -> None:
+    """Refuse a GGUF file with a value that is not finite: its type may not hold the model's."""
+    from gguf import GGUFReader, quants
+
+    for tensor in GGUFReader(file).tensors:
+        type = tensor.tensor_type
+        if type.name.startswith("I"):  # whole numbers, as converters write no iq types
+            continue
+        rows = tensor.data.reshape(-1, tensor.data.shape[-1])
+        for start in range(0, len(rows), step := max(1, AT_ONCE // rows.shape[1])):
+            if not np.isfinite(quants.dequantize(rows[start : start + step], type)).all():
+                raise MoesaicError(
+                    f"{tensor.name} holds a value that is not finite in {type.name.lower()}. The "
+                    "checkpoint may be damaged, or the type too narrow: try type=bf16."
+                )
 
 
 def types_of(tensors: Mapping[str, FileTensor]) -> dict[str, int]:
