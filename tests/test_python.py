@@ -62,10 +62,13 @@ def test_method_and_recipe_choose_the_config(monkeypatch):
     moesaic.carve("tiny-dense", method="dsmoe", steps=3)
     moesaic.slim("tiny-moe", recipe="paper", keep=0.25)
     moesaic.prune("tiny-moe", seed=3)
-    dsmoe, paper, seeded = asked
+    moesaic.carve("tiny-dense", method="tomoe", recipe="paper", length=512)
+    moesaic.carve("tiny-dense", method="more", length=512)
+    dsmoe, paper, seeded, shorter, more = asked
     assert (dsmoe.name, dsmoe.steps) == ("dsmoe", 3)
     assert (paper.score, paper.keep) == ("energy", 0.25)
     assert seeded.seed == 3
+    assert (shorter.name, shorter.length, more.name) == ("tomoe", 512, "more")
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,10 @@ class Verb:
 # --- a run ---------------------------------------------------------------------------------------
 
 
+OF_BOTH = ("seed", "length")
+"""Fields of :class:`Calibration` that, given by name, are also those of a method that has them."""
+
+
 @dataclass(frozen=True)
 class Calibration(Options):
     """Text that statistics are taken on, or that a method trains on."""

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moesaic.config import Calibration, MethodConfig, RunArgs, parse_dtype, path_to
+from moesaic.config import OF_BOTH, Calibration, MethodConfig, RunArgs, parse_dtype, path_to
 from moesaic.data.sources import wanted_tasks
 from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError, hint, quote
@@ -37,7 +37,7 @@ from moesaic.metrics.tasks import check_tasks
 from moesaic.observation.job import Job
 from moesaic.plan import Plan, differences
 from moesaic.progress import Log
-from moesaic.recipe import Recipe, check_anew, check_run, check_step, step_config
+from moesaic.recipe import Recipe, check_anew, check_run, check_step, method_of, step_config
 from moesaic.record import Record
 from moesaic.result import Result, describe, save_applied
 from moesaic.surgery import routing_in
@@ -97,8 +97,7 @@ def verb(name: str, model: Named, config: MethodConfig | None = None, **options:
 def _split_options(name: str, config: MethodConfig | None, options: JSON) -> tuple[JSON, JSON]:
     """Split options into those of a verb's method and those of every run.
 
-    Some names are both, as on the command line: a seed is that of text and method, and a length is
-    that of calibration text if the verb calibrates.
+    Some names are both, as on the command line: a seed and a length are those of text and method.
 
     Raises:
         TypeError: an option is neither; names it and a similar one.
@@ -116,16 +115,20 @@ def _split_options(name: str, config: MethodConfig | None, options: JSON) -> tup
             f"{hint(unknown[0], known)}"
         )
     both = method & (every | text)
-    to_method = {"seed"} & both if config is None else set()
+    to_method = set()
     if not VERBS[name].calibrates:
         to_method = {*both}
+    elif config is None:
+        chosen = method_of(name, {key: options[key] for key in options if key in method - both})
+        of_chosen = {f.name for f in fields(methods_of(name).get(chosen, MethodConfig))}
+        to_method = of_chosen.intersection(OF_BOTH)
     teacher = options.get("teacher")
     if not isinstance(teacher, str):  # a loaded model, or none
         to_method.discard("teacher")
     own = {key: options[key] for key in options if key in method - both or key in to_method}
     if "teacher" in method and not isinstance(teacher, str | None):
         own["teacher"] = LOADED
-    to_run = (every | text) - (to_method - {"seed"})
+    to_run = (every | text) - (to_method - {*OF_BOTH})
     return own, {key: options[key] for key in options if key in to_run}
 
 

@@ -12,7 +12,7 @@ import click
 
 from moesaic.cli import options as given
 from moesaic.cli.commands import ALL, Command, app, carry_out, emit, register
-from moesaic.config import Calibration, Evaluation, MethodConfig, Verb, about, flag_of
+from moesaic.config import OF_BOTH, Calibration, Evaluation, MethodConfig, Verb, about, flag_of
 from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name
 from moesaic.io.outputs import STATISTICS, check_out, check_out_file
@@ -158,8 +158,7 @@ class _VerbCommand(Command):
         if measured and not evaluate:
             name = next(iter(measured)).replace("baselines", "baseline")
             raise MoesaicError(f"--{name} is for measuring: not with --no-eval.")
-        if "seed" in calibration and "seed" in own:
-            options["seed"] = calibration["seed"]
+        options |= {n: calibration[n] for n in OF_BOTH if n in calibration and n in own}
         options |= {"method": method, "recipe": recipe}
         made = Recipe(
             model=model,
