@@ -167,6 +167,9 @@ def test_python_in_documents_names_what_exists():
                     config(**{str(k.arg): ast.literal_eval(k.value) for k in node.keywords})
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "moesaic":
                 assert hasattr(moesaic, node.attr), f"there is no moesaic.{node.attr}"
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("moesaic"):
+                there = vars(import_module(str(node.module)))
+                assert {name.name for name in node.names} <= {*there}, ast.unparse(node)
 
 
 # --- length --------------------------------------------------------------------------------------

@@ -45,7 +45,14 @@ LESS = {
     "tune": "--max-tokens 512 -o rounds=0",
 }
 """Options that make a command cheap."""
-FEWER = {"0.05": "0.5", "20GB": "18MB", "steps=2000": "steps=2", "500": "4", "200": "4"}
+FEWER = {
+    "0.05": "0.5",
+    "20GB": "10MB",
+    "2000": "2",
+    "steps=2000": "steps=2",
+    "500": "4",
+    "200": "4",
+}
 HUB = re.compile(r"arc_easy|--tasks naee|--push|you/|allenai/")
 """Tasks whose data sets come from the hub, and repositories there."""
 
@@ -58,8 +65,10 @@ def cheap(given):
     if name == "condense" and "--count" in words:
         words[words.index("--count") + 1] = "2"
     trains = name == "tune" or {"dsmoe", "tomoe"} & {*words}
-    words += LESS.get(name, LESS["carve"] if name in VERBS else "").split()
-    words += ["-o", "steps=2"] if trains else []
+    less = LESS.get(name, LESS["carve"] if name in VERBS else "")
+    words += (less.replace("--samples 4", "") if "--stats" in words else less).split()
+    words += ["-o", "steps=2"] if trains and "--steps" not in words else []
+    words += ["--length", "64"] if "paper" in words and "tomoe" in words else []  # of 1,024
     if name in VERBS or name in ("apply", "export", "fit", "tiny-moe"):
         words.append("--overwrite")
     if name == "run":
@@ -135,11 +144,12 @@ def carried_out(given, folder):
 def provide(given, folder, made):
     """Put what a command reads, and no command of the page has made, into the folder."""
     name, *words = given
-    mixture = name == "skip" or "tiny-moe" in given
+    mixture = name in ("apply", "skip") or "tiny-moe" in given
     result = "pruned" if mixture else "carved"
     result = "condensed" if name == "tune" else result
     # results that it reads: all of report's words, the plan's folder, else the first word
-    read = {"report": words, "apply": words[1:2]}.get(name, words[:1])
+    plan = [word for word in words if not word.startswith("--")][-2:-1]
+    read = {"report": words, "apply": plan}.get(name, words[:1])
     for word in words:
         here = re.split("[/:]", word.rpartition("=")[2])[0]  # of name=FILE:part its file
         wanted = result if word in read and re.match(r"out|OUT", word) else here

@@ -81,11 +81,11 @@ class Criterion:
 # --- scores --------------------------------------------------------------------------------------
 
 
-def _mean_over(sum_E: Tensor, calls_E: Tensor) -> Tensor:
+def mean_over(sum_E: Tensor, calls_E: Tensor) -> Tensor:
     """Return the mean over T_j (E,); 0 for an expert that no token was routed to.
 
     >>> import torch
-    >>> _mean_over(torch.tensor([6.0, 0.0]), torch.tensor([3, 0]))
+    >>> mean_over(torch.tensor([6.0, 0.0]), torch.tensor([3, 0]))
     tensor([2., 0.])
     """
     return sum_E / calls_E.clamp(min=1)
@@ -206,7 +206,7 @@ BUILT_IN = (
         "MAN",
         "mean of |f_j| over T_j",
         SCORING,
-        score=lambda layer: _mean_over(layer.stats["norm_E"], layer.stats["calls_E"]),
+        score=lambda layer: mean_over(layer.stats["norm_E"], layer.stats["calls_E"]),
         needs=("norm_E",),
     ),
     Criterion(
@@ -214,7 +214,7 @@ BUILT_IN = (
         "MSAN",
         "mean of |f_j|^2 over T_j",
         SCORING,
-        score=lambda layer: _mean_over(layer.stats["square_E"], layer.stats["calls_E"]),
+        score=lambda layer: mean_over(layer.stats["square_E"], layer.stats["calls_E"]),
         needs=("square_E",),
     ),
     Criterion(
@@ -223,7 +223,7 @@ BUILT_IN = (
         "router-weighted expert activation pruning: mean of g_j |f_j| over T_j",
         'Lasby et al., "REAP the Experts: Why Pruning Prevails for One-Shot MoE Compression" '
         "(2025)",
-        score=lambda layer: _mean_over(layer.stats["gated_E"], layer.stats["calls_E"]),
+        score=lambda layer: mean_over(layer.stats["gated_E"], layer.stats["calls_E"]),
         needs=("gated_E",),
     ),
     Criterion(
