@@ -248,6 +248,20 @@ def test_forms_of_files_are_native_and_of_whole_blocks():
     assert steps_as_json(prune.steps(2, careful=True)) == [wanted]
 
 
+@pytest.mark.parametrize("model_type", ["granitemoeshared", "deepseek_v3"])
+def test_results_in_files_route_wherever_the_original_does(model_type, tmp_path, looking, plain):
+    """llama.cpp loads no condensed layer; at 553055c2 their tensors had no rows."""
+    folder = stored(tiny_moe(model_type), tmp_path / "base")
+    looking = looking(FitConfig(memory=9, types=(WIDE, NARROW)), model=folder)
+    arch, alone = base_arch(looking.source.config), replace(looking.config, native=True, types=())
+    assert any("condense" in form.name for form in forms(looking.source, alone))
+
+    def routed(steps):
+        return [*map(arch.is_moe, arch.layers(looking.sizes.skeleton(steps).model))]
+
+    assert all(routed(form.steps(0)) == routed(()) for form in looking.forms)
+
+
 def test_a_file_of_types_by_layer_is_as_large_as_the_budget(tmp_path, plain):
     last = ExportArgs(to="gguf", memory=9, among=("q8_0", "q4_k_m"))
     sizes = RecipeSizes(recipe_of(tmp_path / "out"), tmp_path, plain.size)

@@ -136,7 +136,8 @@ def _shape(source: Source, config: FitConfig) -> Shape:
         top_k=0 if arch.chosen is None else view.top_k,
         shared=bool(view.shared_width),
         uneven=not view.odd and not config.native_only,
-        replaceable=arch.entry is None,
+        # llama.cpp wants experts in every layer
+        replaceable=arch.entry is None and not config.types,
         leaders=len(cache_leaders(source.config) & {*routed}),
         native=config.native_only,
     )
