@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import examples, losses_of, tiny_model, tiny_moe
+from builders import equal, examples, losses_of, tiny_model, tiny_moe
 
 import moesaic
 from moesaic import CondenseConfig, MoesaicError, MoREConfig, Plan, SkipConfig, TuneConfig
@@ -177,6 +177,19 @@ def test_routers_learn_from_the_original():
         assert losses[0] == pytest.approx(
             (distillation_loss(student, teacher, ids) / count).item(), rel=1e-4
         )
+
+
+def test_a_teacher_may_be_a_folder(tmp_path):
+    """It is loaded, and teaches as the loaded model does."""
+    original = tiny_moe("deepseek_v3")
+    original.save_pretrained(tmp_path)
+    student = tiny_moe("deepseek_v3", seed=1)
+    options = {"what": "routers", "steps": 2, "lr": 2e-2, "text": examples()}
+    told, tuned = (
+        moesaic.tune(student, teacher=teacher, **options) for teacher in (str(tmp_path), original)
+    )
+    assert told.method.config.teacher == str(tmp_path)
+    assert equal(told.model.state_dict(), tuned.model.state_dict())
 
 
 @pytest.mark.parametrize(("router", "top_k"), [("cosine", 1), ("ridge", 3)])
