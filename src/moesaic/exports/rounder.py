@@ -68,6 +68,10 @@ SQUARE, CALLS = ".square_EI", ".calls_E"
 """Ends of the names of a matrix's statistics."""
 LATENT, KEYS, VALUES = ".attn_kv_b.weight", ".attn_k_b.weight", ".attn_v_b.weight"
 """Ends of the names of MLA's matrix from latent states to keys and values, and of its parts."""
+FUSED, FUSED_PARTS = "in_proj_qkvz", ("in_proj_qkv", "in_proj_z")
+"""Name of linear attention's matrix in Qwen3-Next, and names of its two parts in other models."""
+LINEAR_OUT = ".ssm_out.weight"
+"""End of the name of linear attention's output matrix."""
 Notify = Callable[[str, Tensor, int | None], None]
 
 
@@ -99,11 +103,26 @@ def importance(
     return _of_heads(means(tally.stats()), source.config)
 
 
+def _columns(name: str, config: Config) -> Tensor | None:
+    """Return the inputs of a matrix in the order that llama.cpp has them, int64 (I,).
+
+    None if that is transformers' order. Qwen3.5's linear attention has several value heads for each
+    key head: llama.cpp has the first of all key heads first, transformers those of one key head.
+    """
+    if not (name.endswith(LINEAR_OUT) and config.model_type.startswith("qwen3_5")):
+        return None
+    count, of_each = config.linear_num_key_heads, config.linear_value_head_dim
+    heads = torch.arange(config.linear_num_value_heads * of_each).view(count, -1, of_each)
+    return heads.transpose(0, 1).flatten()
+
+
 def _of_heads(weights: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Return importance weights, with those of the keys and values of MLA by head (H I,).
+    """Return importance weights in llama.cpp's order, of MLA's keys and values by head (H I,).
 
     The inputs of a key's rows are queries in llama.cpp, whose weights are taken to be equal.
     """
+    orders = {name: _columns(name, config) for name in weights}
+    weights |= {name: weights[name][o] for name, o in orders.items() if o is not None}
     for name in [name for name in weights if name.endswith(LATENT)]:
         layer, heads = name.removesuffix(LATENT), config.num_attention_heads
         weights[layer + KEYS] = torch.ones(heads * config.qk_nope_head_dim)
@@ -116,6 +135,14 @@ def _by_head(matrix: Tensor, config: Config) -> tuple[Tensor, Tensor]:
     sizes = [config.qk_nope_head_dim, config.v_head_dim]
     keys_HNI, values_HNI = matrix.view(-1, sum(sizes), matrix.shape[-1]).split(sizes, 1)
     return keys_HNI.transpose(-1, -2), values_HNI
+
+
+def _apart(matrix: Tensor, config: Config) -> Sequence[Tensor]:
+    """Return queries, keys and values of a fused matrix (H*N I) by key head (H N I), and gates."""
+    count, of_each = config.linear_num_key_heads, config.linear_value_head_dim
+    gates = config.linear_num_value_heads // count * of_each
+    by_head_HNI = matrix.view(count, -1, matrix.shape[-1])
+    return by_head_HNI.split([by_head_HNI.shape[1] - gates, gates], 1)
 
 
 def means(stats: Stats) -> dict[str, Tensor]:
@@ -153,9 +180,13 @@ def _names_in(
 ) -> Iterator[tuple[str, Sequence[str]]]:
     """Yield the paths of a layer's matrices, each with llama.cpp's names of its parts."""
     for path, module in layer.named_modules():
-        name = named(f"{arch.layer_prefix(index)}{path}") if isinstance(module, nn.Linear) else None
-        if name is not None:
-            yield path, [f"{name}.weight"]
+        if not isinstance(module, nn.Linear):
+            continue
+        fused = path.endswith(FUSED)
+        paths = [path.replace(FUSED, part) for part in FUSED_PARTS] if fused else [path]
+        parts = [name for p in paths if (name := named(f"{arch.layer_prefix(index)}{p}"))]
+        if parts:
+            yield path, [f"{name}.weight" for name in parts]
     if isinstance(arch, MoEArch) and arch.is_moe(layer):
         view = arch.mixture(layer)
         up, down = view.matrices
@@ -292,11 +323,15 @@ class Rounder:
         arch, rounded = self.arch, self.layout.rounded
         held = dict[str, Tensor]()
         if 0 <= place < self.layout.layers:
-            for path, (name, *_) in _names_in(part, place, arch, self.named):
+            for path, (name, *others) in _names_in(part, place, arch, self.named):
                 stacked = name.endswith("_exps.weight")
                 matrix = part.get_parameter(path if stacked else f"{path}.weight").data
                 transposed = stacked and isinstance(arch, MoEArch) and arch.transposed
                 parts = {name: matrix.transpose(-1, -2) if transposed else matrix}
+                if path.endswith(FUSED):
+                    parts = dict(
+                        zip((name, *others), _apart(matrix, self.source.config), strict=True)
+                    )
                 if name.endswith(LATENT):
                     keys_HIN, values_HNI = _by_head(matrix, self.source.config)
                     block = name.removesuffix(LATENT)
@@ -365,11 +400,16 @@ class Rounder:
         """
         weights, kept = self.weights.get(name), self.kept if chosen == slice(None) else None
         stacked, some = matrix.dim() > 2, max(1, quantiser.AT_ONCE // matrix[0].numel())
-        each = None if weights is None else weights.view(-1, matrix.shape[-1])[chosen]
+        each = None if weights is None else weights.view(-1, matrix.shape[-1])
+        if stacked and each is not None:  # heads of one matrix have one row of weights
+            each = each[chosen] if len(each) > 1 else each.expand(len(matrix), -1)
+        order_I = _columns(name, self.source.config)
         for part, start in zip(matrix.split(some), range(0, len(matrix), some), strict=True):
             mean_EI = each[start : start + some] if stacked and each is not None else each
-            held = quantiser.held_rows(part.cpu(), type, mean_EI, kept)
-            part.copy_(quantiser.values_of(held, type).view(part.shape))
+            rows = part.cpu() if order_I is None else part.cpu()[:, order_I]
+            held = quantiser.held_rows(rows, type, mean_EI, kept)
+            values = quantiser.values_of(held, type).view(part.shape)
+            part.copy_(values if order_I is None else values[:, order_I.argsort()])
 
     def _halves(self, group: str) -> Sequence[slice]:
         """Return two halves of a group's experts that are quantised for an estimate.
