@@ -49,7 +49,7 @@ from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.exports import llamacpp, quantiser
 from moesaic.exports import rounder as rounder_module
 from moesaic.exports.allocation import Price, least
-from moesaic.exports.llamacpp import convert, find_converter
+from moesaic.exports.llamacpp import find_converter
 from moesaic.exports.native import head_dim_of
 from moesaic.exports.quantiser import OTHERS, ModelFacts, mixture, tensors_of, types_of
 from moesaic.fitting.candidates import Candidate
@@ -777,32 +777,34 @@ def test_keys_and_values_of_mla_are_those_of_the_file(tmp_path, tokens):
         assert found.equal(torch.cat([keys_HIN.mT, values_HNI], 1).flatten(0, 1))
 
 
+UNSIZED = ("gpt_bigcode", "granitemoehybrid", "lfm2", "llama4_text")
+ROUNDED = (*UNSIZED, "afmoe", "dots1", "exaone4", "exaone_moe", "glm4_moe", "gpt_oss", "olmo2")
+ROUNDED += ("qwen2_moe", "qwen3_5_text")
+
+
 @pytest.mark.skipif(OLD, reason="this transformers reads no such file")
-@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text"])
-def test_linear_attention_is_rounded_as_in_the_file(model_type, tmp_path, tokens):
-    """llama.cpp has the value heads in another order, or two tensors for a matrix by key head."""
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text", *map(nightly, ROUNDED)])
+def test_the_values_that_are_measured_are_those_of_the_file(model_type, tmp_path, tokens):
+    """Weighed by the same inputs. llama.cpp has heads in another order, or a matrix in two."""
     needs_llamacpp(converter=True)
-    sizes = {"hidden_size": 64, "head_dim": 32, "linear_num_value_heads": 4}
-    base = small_model(model_type, **sizes, linear_value_head_dim=16)
-    files = Files(resolve(str(stored(base, tmp_path / "base"))), "", tmp_path)
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    sizes |= {"linear_num_value_heads": 4, "linear_value_head_dim": 16, "norm_topk_prob": False}
+    sizes = {} if model_type in UNSIZED else sizes
+    files = Files(resolve(str(stored(small_model(model_type, **sizes), tmp_path))), "", tmp_path)
     files.original.tokens, rounder = tokens.rows(slice(2)), files.original.rounder
-    types = {"blk.0.attn_qkv.weight": "q4_0", "blk.0.attn_gate.weight": "q8_0"}
-    types["blk.0.ssm_out.weight"] = "q4_0"
-    whole, file = tmp_path / "whole.gguf", tmp_path / "made.gguf"
-    convert(find_converter(), tmp_path / "base", tmp_path / "base", whole, "f32")
-    rounded_file(whole, file, OTHERS, rounder.weights, types)
-    qkv_NI, gate_NI, out_DI = values_of(file, *types)
-    model = files.source.load("cpu", torch.float32)
-    with torch.no_grad(), rounder.rounded(types, model.model.layers[0], 0) as layer:
-        found = layer.linear_attn
-        if model_type == "qwen3_next":  # rows by key head: queries, keys, values, gates
-            parts = *qkv_NI.split([16, 16, 64]), gate_NI
-            heads = (part.view(2, -1, part.shape[-1]) for part in parts)
-            assert found.in_proj_qkvz.weight.equal(torch.cat([*heads], 1).flatten(0, 1))
-            assert found.out_proj.weight.equal(out_DI)
-        else:  # columns by value head: the first of each key head first
-            by_head = out_DI.view(-1, 2, 2, 16).transpose(1, 2).flatten(1)
-            assert found.out_proj.weight.equal(by_head)
+    types, file = files.uniform(None, "q4_k_m")[0], tmp_path / "made.gguf"
+    files.make(None, file, ExportArgs(to="gguf", type="q4_k_m"))
+    wanted = {name: [] for name in rounder.groups}
+    for name, group in rounder.layout.rounded.items():
+        wanted[group].append(*(values.flatten() for values in values_of(file, name)))
+    for place, layer in enumerate(rounder.arch.layers(files.source.load("cpu", torch.float32))):
+        found = {}
+        with torch.no_grad(), rounder.rounded(types, layer, place):
+            for name, matrix in rounder._held(layer, place).items():
+                found.setdefault(rounder.layout.rounded[name], []).append(matrix.flatten())
+        for group, matrices in found.items():
+            ours, theirs = (torch.cat(x).sort().values for x in (matrices, wanted[group]))
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6, msg=group)
 
 
 def test_a_shared_path_that_is_fused_is_two_tensors_of_the_file(tmp_path, tokens):
