@@ -50,6 +50,8 @@ class Kind:
     change: Callable[[Random, Path], None]
     command: tuple[str, ...]
     """``IN`` stands for the copy, in capitals what else is sound."""
+    completed: bool = False
+    """True if what the file lacks is added to it."""
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -386,7 +388,7 @@ KINDS = (
     Kind("config.json", "moe", json_file("config.json"), PRUNED),
     Kind("config.json, dense", "dense", json_file(*DENSE), ("inspect", "IN")),
     Kind("tokenizer files", "moe", json_file(*TOKENIZER), (*CALIBRATED, "TEXT")),
-    Kind("recipes", "recipe.yaml", recipe_file, ("run", "IN", "out=out")),
+    Kind("recipes", "odd.yaml", recipe_file, ("run", "IN", "out=out")),
     Kind("texts", "text.jsonl", text_file, READ),
     Kind("texts as JSON", "text.json", text_as_json, READ),
     Kind("texts as Parquet", "text.parquet", table, READ),
@@ -398,7 +400,7 @@ KINDS = (
     Kind("something else in a file's place", "moe", no_file, (*CALIBRATED, "TEXT")),
     Kind("chat templates", "moe", template, (*CALIBRATED, "TURNS")),
     Kind("files of a partial run", "out.partial", unfinished, RESUMED),
-    Kind("price tables", "prices.json", json_file(), (*FITTED, "--prices", "IN")),
+    Kind("price tables", "prices.json", json_file(), (*FITTED, "--prices", "IN"), completed=True),
     Kind("files of a partial search", "out.search", unfinished, (*FITTED, "--resume")),
 )
 
@@ -449,7 +451,7 @@ def prepare(place: Path) -> None:
         (place / name).touch()
     turns = [json.dumps({"messages": TURNS})] * 8
     (place / "turns.jsonl").write_text("\n".join(turns) + "\n")
-    (place / "recipe.yaml").write_text("model: moe\n")
+    (place / "odd.yaml").write_text("model: moe\n")
     for kind in ("dense", "moe"):
         file = place / kind / "special_tokens_map.json"
         file.exists() or file.write_text(json.dumps({"eos_token": "</s>"}))
@@ -554,10 +556,14 @@ def tried(number: int, sound: Path, watch: Watch | None = None) -> tuple[str, st
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
     words = said.partition("Error:")[2].strip()
-    after = {n: t for n, t in tree(cwd, cwd / "out.partial").items() if not n.startswith("out")}
+    ours = ("out", copy.name) if kind.completed else ("out",)
+    after, before = (
+        {name: t for name, t in files.items() if not name.startswith(ours)}
+        for files in (tree(cwd, cwd / "out.partial"), before)
+    )
     if watch is not None and watch.seen:
         return kind.name, f"wrote {watch.seen[0]}"
-    if after != {n: t for n, t in before.items() if not n.startswith("out")}:
+    if after != before:
         return kind.name, "wrote to its input, or beside it"
     if code == 0:
         return kind.name, "result"
