@@ -571,11 +571,14 @@ def test_files_are_made_of_what_fits(looking, small, plain, tmp_path):
     out, config = tmp_path / "out", FitConfig(memory=9, types=(WIDE,), windows=4, confirm=1)
     looking = looking(config, drop, model=small)
     half = plain.size(looking.sizes.skeleton(drop.steps(1)), ExportArgs(to="gguf", type=WIDE))
-    record = fit(recipe_of(out, str(small)), replace(config, memory=half + 1))
+    recipe = recipe_of(out, str(small))
+    recipe = replace(recipe, evaluation=replace(recipe.evaluation, rounds=1))
+    record = fit(recipe, replace(config, memory=half + 1))
     chosen, file = record.measured["chosen"], out / "moesaic/model-q8_0.gguf"
     assert chosen["steps"][0]["prune"]["keep"] == 4
     assert chosen["memory"] == file.stat().st_size == record.measured["gguf"]["bytes"] == half
     assert record.measured["gguf"]["kl"] == pytest.approx(record.measured["scores"]["result"]["kl"])
+    assert "speed" not in record.measured, "of the checkpoint beside the file, which nobody runs"
 
 
 def test_one_type_for_all_is_always_measured(looking, plain, monkeypatch):

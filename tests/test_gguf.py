@@ -917,6 +917,35 @@ def test_files_are_mixtures_of_types(type, experts, weighed, downs, values):
         assert found == wanted, part
 
 
+@pytest.mark.parametrize(
+    ("part", "type", "weighed", "heads", "experts", "wanted"),
+    [
+        ("values", "iq3_xxs", True, 2, 0, None),
+        ("values", "iq3_xxs", False, 2, 0, "iq3_s"),
+        ("values", "iq3_xxs", True, 8, 0, "q4_k"),
+        ("values", "iq4_xs", True, 8, 0, "q5_k"),
+        ("values", "iq1_s", True, 2, 4, "q4_k"),
+        ("attn_output", "iq4_xs", True, 2, 8, "q5_k"),
+        ("attn_output", "q4_k_s", True, 2, 8, "q5_k"),
+        ("attn_output", "iq1_m", True, 2, 0, "iq2_xxs"),
+    ],
+)
+def test_types_of_attention_are_those_of_llamacpp(part, type, weighed, heads, experts, wanted):
+    """llama_tensor_get_type of src/llama-quant.cpp; None is the file's own type."""
+    model = ModelFacts("llama", 16, experts, heads, 2)
+    assert quantiser._choices(part, 0, 16, model, weighed).get(type) == wanted
+
+
+def test_a_model_of_70b_is_known_by_its_layers():
+    """Their values are a small part of the weights, and have more bits."""
+    numbers = {"block_count": 80, "attention.head_count": 64, "attention.head_count_kv": 8}
+    fields = {f"llama.{k}": SimpleNamespace(contents=lambda n=n: n) for k, n in numbers.items()}
+    model = quantiser._model(fields, "llama")
+    assert model == ModelFacts("llama", 80, 0, 64, 8)
+    rows = {"blk.9.attn_v.weight": 256, "output.weight": 256}
+    assert mixture(rows, "q3_k_m", model, True)["blk.9.attn_v.weight"] == "q5_k"
+
+
 def test_a_file_is_quantised_part_by_part(tmp_path, monkeypatch):
     """One expert or row at a time gives the same bytes, by the importance of its own inputs."""
     writer = gguf.GGUFWriter(tmp_path / "whole.gguf", "llama")

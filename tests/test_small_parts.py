@@ -1,6 +1,7 @@
 """Small parts of the command line and of files, each by itself: what larger tests pass by."""
 
 import io
+import json
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from moesaic.io import names, source
 from moesaic.io.outputs import run_folder
 from moesaic.io.source import headers_of_model
 from moesaic.methods.skip.config import TopKConfig
+from moesaic.metrics.evaluate import text_behind
 from moesaic.observation import files
 from moesaic.observation.job import Job
 from moesaic.plan import Progress
@@ -84,6 +86,19 @@ def test_a_result_has_the_requested_type_and_what_its_verb_prints(moe_folder, to
     skipping = moesaic.skip(tiny_moe("mixtral"), calibration=tokens)
     betas = [layer.beta for layer in skipping.plan.layers.values()]
     assert skipping.record("model", "out").output()["beta"] == betas
+
+
+def test_text_behind_a_result_is_that_of_all_its_steps(tmp_path):
+    """Rows of a file by its own run, and what an earlier one read or was trained on."""
+    rows = [{"source": name, "rows": [0, n]} for n, name in enumerate("ab", 1)]
+    record = {"calibration": {"sources": rows[:1]}, "before": {"sources": rows[1:], "trained": "c"}}
+    result = moesaic.skip(tiny_moe("mixtral"), calibration=many_tokens())
+    kept = result.record("model", "out").as_json() | record
+    (tmp_path / "moesaic").mkdir()
+    (tmp_path / "moesaic" / "result.json").write_text(json.dumps(kept))
+    found, trained = text_behind(tmp_path)
+    assert [(row.source, row.start, row.stop) for row in found] == [("a", 0, 1), ("b", 0, 2)]
+    assert trained == ["c"]
 
 
 # --- what becomes of errors ----------------------------------------------------------------------

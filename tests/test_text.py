@@ -235,6 +235,10 @@ def test_a_file_of_text_has_no_rows_to_name(tmp_path):
         documents(f"{tmp_path}/a.txt:::[10%:]")
     with pytest.raises(MoesaicError, match=r"Measure on another text\.$"):
         check_apart([f"{tmp_path}/a.txt"], f"{tmp_path}/a.txt")
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "words"}\n' * 9)
+    with pytest.raises(MoesaicError, match=r"on a slice, such as .*a\.jsonl:::\[:10%\] here and"):
+        check_apart([str(file)], str(file))
 
 
 WHOLE = b'{"text": "one two three four five six"}\n'
