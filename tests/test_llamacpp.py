@@ -118,7 +118,9 @@ def sentencepiece_in_json(space_first):
 )
 def test_text_is_split_alike_without_a_file_of_sentencepiece(model_type, space_first, tmp_path):
     tokenizer = sentencepiece_in_json(space_first)
-    make = partial(tiny_model, mlp_bias=False) if model_type == "llama" else small_model
+    make = partial(tiny_model, mlp_bias=False)
+    if model_type != "llama":
+        make = partial(small_model, query_pre_attn_scalar=8)  # the head size
     make(model_type, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     export(str(tmp_path / "model"), tmp_path / "model.gguf", to="gguf", type="f32")
@@ -179,25 +181,23 @@ def parity(file, source, ids):
     return difference, greedy, new[0, 24:].tolist()
 
 
-@pytest.mark.parametrize("target", ["granitemoeshared", "glm4_moe"])
-def test_smollm2_says_the_same(target, carved, tokenizer, tmp_path):
+def test_smollm2_says_the_same(carved, tokenizer, tmp_path):
     file = tmp_path / "model.gguf"
-    record = export(str(carved), file, to="gguf", target=target)
-    assert record["model_type"] == target
+    record = export(str(carved), file, to="gguf", target="granitemoeshared")
+    assert record["model_type"] == "granitemoeshared"
     difference, greedy, wanted = parity(file, resolve(str(carved)), ids_of(tokenizer))
     assert difference < 1e-4
     assert greedy == wanted[: len(greedy)]
     assert len(wanted) == 32
 
 
-@pytest.mark.parametrize("target", ["granitemoeshared", "glm4_moe"])
-def test_several_petals_say_nearly_the_same(target, tokenizer, tmp_path):
+def test_several_petals_say_nearly_the_same(tokenizer, tmp_path):
     """llama.cpp chooses by probability: the order of petals must survive its rounding."""
     many = {"experts": 40, "top_k": 20, "router": "ridge", "prompts": "petals"}
     config = MoREConfig(active=0.8, layers="all", refit=True, **many)
     carve("smollm2", config, samples=8, length=128).save(tmp_path / "carved")
     file = tmp_path / "model.gguf"
-    record = export(str(tmp_path / "carved"), file, to="gguf", target=target)
+    record = export(str(tmp_path / "carved"), file, to="gguf", target="granitemoeshared")
     assert not record["exact"]
     ids = ids_of(tokenizer)
     wanted, found = logits_of(resolve(str(tmp_path / "carved")), ids), logits_in(file, ids)
