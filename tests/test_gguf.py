@@ -60,6 +60,7 @@ from moesaic.io.gguf import folder_of
 from moesaic.io.naming import Naming
 from moesaic.io.source import resolve
 from moesaic.metrics import gguf_engine
+from moesaic.metrics.evaluate import quantise_in_place
 from moesaic.metrics.forward import Layerwise
 from moesaic.metrics.gguf_engine import library
 from moesaic.metrics.score import qualities
@@ -221,6 +222,19 @@ def test_values_are_those_of_transformers(model_type, kind, tmp_path, tokenizer)
     for name, tensor in wanted.state_dict().items():
         assert torch.equal(naming.read(name), tensor), name
     assert source.tokenizer("a word").input_ids == tokenizer("a word").input_ids
+
+
+def test_a_model_is_quantised_in_memory_as_in_its_file(tmp_path):
+    """Beside which results are measured. No block divides the rows of the experts' downs."""
+    needs_llamacpp(converter=True)
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 64}
+    base = stored(small_model("qwen2_moe", norm_topk_prob=False, **sizes), tmp_path / "base")
+    file = tmp_path / "model.gguf"
+    moesaic.export(base, file, type="q8_0")
+    model = resolve(str(base)).load("cpu", torch.float32)
+    size = quantise_in_place(model, "q8_0")
+    assert size == sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(file).tensors)
+    assert same(model, resolve(str(file)).load("cpu", torch.float32))
 
 
 def test_a_head_that_is_the_embeddings_is_not_missed(tmp_path, tokenizer):

@@ -387,7 +387,9 @@ BLOCK = 32
 
 @torch.no_grad()
 def quantise_in_place(model: Model, type: str) -> int:
-    """Quantise a live model's matrices in place.
+    """Quantise a live model's matrices in place, as those of a GGUF file in one type are.
+
+    Routers and single rows stay in f32, matrices whose rows no block divides in f16.
 
     Args:
         model: in float32.
@@ -410,8 +412,12 @@ def quantise_in_place(model: Model, type: str) -> int:
     for parameter in model.parameters():
         matrix: Tensor = parameter.data
         matrix = matrix.transpose(-1, -2) if id(parameter) in turned else matrix
-        if matrix.ndim < 2 or matrix.shape[-1] % BLOCK or id(parameter) in unrounded:
+        if matrix.ndim < 2 or matrix[..., 0].numel() < 2 or id(parameter) in unrounded:
             size += 4 * matrix.numel()
+            continue
+        if matrix.shape[-1] % BLOCK:
+            size += 2 * matrix.numel()
+            matrix.copy_(matrix.half())
             continue
         for part in matrix if matrix.ndim == 3 else [matrix]:
             quantised = quants.quantize(part.contiguous().float().cpu().numpy(), kind)
