@@ -166,7 +166,7 @@ REFUSED: dict[str, Make] = {
     "lacks sliding-window attention": lambda out: carved(
         out, model=tiny_model("mistral", **SLIDING)
     ),
-    "shared_gate mean": lambda out: mixture(out, condensed_layer([1], 40, gated=24), "qwen2_moe"),
+    "shared_gate=mean": lambda out: mixture(out, condensed_layer([1], 40, gated=24), "qwen2_moe"),
     "cannot have just these dense layers: 2": lambda out: mixture(
         out, condensed_layer([1], 16, shared=False)
     ),

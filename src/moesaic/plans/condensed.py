@@ -163,7 +163,7 @@ class CondensedLayer(LayerPlan):
         if header["gated"]:
             return (
                 "Its shared path keeps a gate token by token, which no dense layer has: "
-                "condense with shared_gate mean."
+                "condense with shared_gate=mean."
             )
         return None
 
