@@ -222,6 +222,19 @@ def test_page_shows_what_the_record_holds():
     assert "layer 7, strongest channels 35 %: 35 %" in plain(page.text)  # of its activation
 
 
+def test_half_of_a_page_is_left_empty_by_no_section():
+    """Only two beside each other take half of its width each."""
+    record = make()
+    without = {name: part for name, part in record.measured.items() if name != "speed"}
+    counts = []
+    for some in (record, replace(record, measured=without)):
+        kinds = re.findall(r'<section class="(\w*)"', report.html([some]))
+        runs = re.findall("(?:half )+", " ".join([*kinds, ""]))
+        assert all(len(run.split()) % 2 == 0 for run in runs), kinds
+        counts.append(kinds.count("half"))
+    assert counts[0] > counts[1]
+
+
 def test_everything_is_escaped():
     record = with_step(make(), text=EVIL, title=EVIL, label=EVIL, paper=EVIL, beyond=(EVIL,))
     record.model = record.moesaic = EVIL

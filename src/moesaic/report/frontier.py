@@ -206,7 +206,7 @@ def _joined(
 def candidates_plot(record: Record) -> Points | None:
     """Return every candidate that a search measured, by the memory of its weights and its KL.
 
-    None where nothing was searched.
+    None where fewer than two were.
     """
     chosen = part(record.measured, "chosen").get("steps")
     candidates = []
@@ -218,7 +218,7 @@ def candidates_plot(record: Record) -> Points | None:
         tip = f"{form}: {numbers.memory(size)}, KL {numbers.share(kl)}"
         kind, label = ("result", "chosen") if ours else ("candidate", form)
         candidates.append(PlotPoint(size, kl, kind, label, tip))
-    if not candidates:
+    if len(candidates) < 2:
         return None
     plot = _joined(candidates, MEMORY, KL)
     count = f"{len(candidates)} candidates, on calibration text that nothing was decided on."

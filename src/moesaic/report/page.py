@@ -70,7 +70,7 @@ def html(records: Sequence[Record]) -> str:
         ],
         shared=shared,
         groups=_groups,
-        half=_half,
+        halves=_halves,
         drawn=_figure_svg,
         versions=sorted({r.moesaic for r in records if r.moesaic}),
     )
@@ -83,13 +83,22 @@ def _groups(blocks: Sequence[Block]) -> list[tuple[str, list[Block]]]:
     return [(kind, [*of]) for kind, of in kinds]
 
 
+def _halves(sections: Sequence[Section]) -> list[bool]:
+    """Return whether each section is shown beside its neighbour, two by two, on a wide screen."""
+    halves = [False] * len(sections)
+    for n in range(len(sections) - 1):
+        if not halves[n] and _half(sections[n]) and _half(sections[n + 1]):
+            halves[n] = halves[n + 1] = True
+    return halves
+
+
 def _half(section: Section) -> bool:
     """Return True if there is room for a section beside another one on a wide screen."""
     plots = [block for block in section.blocks if block.kind in PLOTS]
     found = [block for block in section.blocks if isinstance(block, Table)]
     tables_fit = all(t.kind == "table" and len(t.columns) <= 4 for t in found)
     plots_fit = all(plot.kind != "points" for plot in plots) and len(plots) <= 1
-    return bool(plots or found) and tables_fit and plots_fit
+    return bool(section.title and (plots or found)) and tables_fit and plots_fit
 
 
 def frontier_picture(records: Sequence[Record]) -> str:
