@@ -255,6 +255,14 @@ def test_condensed_layers_get_one_width(tmp_path, tokens):
     assert decided.costs["dense_neurons"] == [48, 64]
 
 
+def test_experts_of_all_layers_get_one_width(tmp_path, tokens):
+    narrow = CutLayer(torch.arange(8), torch.arange(8).repeat(8, 1), 16)
+    source = saved(tmp_path / "slimmed", tiny_moe("mixtral"), {0: narrow})
+    decided, model = same_model(source, tmp_path / "native", tokens)
+    assert model.config.intermediate_size == 16
+    assert decided.costs["expert_neurons"] == [8 * (8 + 16 + 16), 8 * 3 * 16]
+
+
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])  # others: laws/test_mixtures.py
 def test_layers_that_are_gone_are_left_out(model_type, tmp_path, tokens):
     source = saved(tmp_path / "dropped", tiny_moe(model_type), {1: DroppedLayer()})
