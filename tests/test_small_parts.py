@@ -38,6 +38,18 @@ def test_a_seed_is_that_of_text_and_method(command, monkeypatch, tmp_path):
     assert (recipe.calibration.seed, recipe.steps[0].seed) == (3, 3)
 
 
+@pytest.mark.parametrize(("own", "wanted"), [([], 512), (["-o", "length=64"], 64)])
+def test_a_length_is_that_of_text_and_of_a_method_that_trains(
+    own, wanted, command, monkeypatch, tmp_path
+):
+    asked = []
+    monkeypatch.setattr(pipeline, "run_recipe", lambda recipe, **_: asked.append(recipe))
+    tomoe = "--method", "tomoe", "--recipe", "paper"
+    command("carve", "tiny-dense", tmp_path / "out", *tomoe, "--length", "512", *own)
+    (recipe,) = asked
+    assert (recipe.calibration.length, recipe.steps[0].length) == (512, wanted)
+
+
 # --- what is shown -------------------------------------------------------------------------------
 
 
