@@ -14,6 +14,8 @@ from moesaic import CondenseConfig, MoesaicError, MoREConfig, Plan, SkipConfig, 
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.modules.running import always_skipping
 from moesaic.plans.cut import CutLayer
+from moesaic.recipe import Recipe
+from moesaic.sizes import on_headers
 from moesaic.train.learning import Schedule, collate, distillation_loss
 from moesaic.train.loop import _arguments, _learning
 from moesaic.train.text import training_text
@@ -222,6 +224,16 @@ def test_lora_is_merged_and_all_is_all(what, tokens):
     names = changed(before, tuned.model)
     assert any(".q_proj." in name for name in names)
     assert any(".embed_tokens." in name for name in names) == (what == "all")
+
+
+@pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
+def test_low_rank_updates_are_counted_beforehand_as_they_are_trained(model):
+    """Of a mixture most are of its fused experts."""
+    config = TuneConfig(what="lora", steps=1, rank=2)
+    with on_headers(Recipe(model, "out", (config,))) as (step,):
+        counted = step.outline.trained
+    tuned = moesaic.tune(model, config, text=examples())
+    assert counted == tuned.decision.summary["training"]["trained_parameters"]
 
 
 def test_low_rank_updates_start_at_the_seed_alone():

@@ -5,7 +5,8 @@ condensed   Cao et al. (CD-MoE, Sec. 4.3): the projections of the condensed laye
 attention   the attention of the same layers, as the paper trains Layer Drop for comparison.
 routers     only the routers, towards the original model's next-token distribution (router
             knowledge distillation); of carved models, too, through the choice (straight-through).
-lora        low-rank updates of every linear module of the decoder layers, merged at the end.
+lora        low-rank updates of the decoder layers' linear modules and fused experts, merged at the
+            end.
 all         everything.
 
 The released code of CD-MoE has no effective warm-up and predicts prompts and padding; we do not.
@@ -19,6 +20,7 @@ multiplied by g; in the end they are folded again. The function is the same all 
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -243,11 +245,10 @@ class Tuning(Method[TuneConfig, Arch]):
         """Return the unchanged shape, and the number of trainable parameters."""
         config, model = self.config, job.shape
         if config.what == "lora":
-            linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-            count = sum(config.rank * (m.in_features + m.out_features) for m in linear)
+            _, chosen = _with_lora(copy.deepcopy(model), config)
         else:
             chosen = trainable(model, job.arch, config.what, _plan(job))
-            count = sum(p.numel() for p in chosen.values())
+        count = sum(p.numel() for p in chosen.values())
         return Outline(Plan(config.name, job.base, {}, asdict(config)), trained=count)
 
     def title_and_text(
@@ -270,9 +271,10 @@ def _plan(job: Job[Arch]) -> Plan | None:
 
 
 def _with_lora(model: Model, config: TuneConfig) -> tuple[Model, dict[str, torch.nn.Parameter]]:
-    """Return the model with low-rank updates of every linear module, and those updates by name.
+    """Return the model with low-rank updates, and those updates by name.
 
-    They start at random numbers that depend on ``config.seed`` only.
+    peft's ``all-linear`` chooses what is updated: all linear modules but the head, and fused
+    experts. The updates start at random numbers that depend on ``config.seed`` only.
     """
     try:
         from peft import LoraConfig, get_peft_model
