@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from builders import SERVER, few_forms, pages, run_command
 
-from moesaic import Calibration, FitConfig, MoesaicError, SlimConfig, pipeline
+from moesaic import Calibration, FitConfig, MoesaicError, MoREConfig, SlimConfig, pipeline
 from moesaic.cli import guide
 from moesaic.cli.guide import Goal, Point
 from moesaic.exports.allocation import Price
@@ -139,6 +139,9 @@ def test_the_command_that_does_it_again():
     assert command_of(recipe) == (
         "moesaic slim tiny-moe 'a b' --keep 0.5 -o shared=0.5 --no-refit --samples 7 --device cuda"
     )
+    carve = MoREConfig(layers=(4, 5))
+    said = command_of(Recipe("tiny-dense", "out", (carve,)))
+    assert said == "moesaic carve tiny-dense out --method more --layers 4,5"
 
 
 @pytest.mark.parametrize("shape", [Shape(6, 96, 8, 8, 2, top_k=2, uneven=True), Shape(6, 96, 8)])

@@ -208,7 +208,7 @@ def command_of(recipe: Recipe) -> str:
             elif isinstance(value, bool):
                 words.append(on if value else off)
             else:
-                words += [on, str(value)]
+                words += [on, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
     for name in ("device", "dtype"):
         value = getattr(recipe, name)
         words += [f"--{name}", value] if value != getattr(Recipe, name) else []
