@@ -283,6 +283,23 @@ def test_revision_and_token_reach_the_hub(monkeypatch):
     assert asked == [("you/name", "v2", "hf_x")] * len(given)
 
 
+@pytest.mark.parametrize("verb", ["evaluate", "bench"])
+def test_a_revision_is_of_the_model_and_a_token_of_the_original_too(verb, monkeypatch):
+    asked = []
+
+    def download(name, **options):
+        asked.append((name, options["revision"], options["token"]))
+        if name == "them/original":
+            raise OSError("offline")
+        return str(resolve("tiny-moe").folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(MoesaicError, match="could not be fetched"):
+        getattr(moesaic, verb)("you/name", against="them/original", revision="v2", token="hf_x")
+    assert asked[0] == ("you/name", "v2", "hf_x")
+    assert asked[-1] == ("them/original", None, "hf_x")
+
+
 # --- results -------------------------------------------------------------------------------------
 
 

@@ -87,7 +87,7 @@ def evaluate(
         dtype: type or its name, when a model is a name; None for the checkpoint's own.
         progress: draw bars on stderr; or a function (items, label, total).
         revision: branch, tag or commit, when ``model`` is a hub id.
-        token: of the hub, when ``model`` is a hub id.
+        token: of the hub, for models that are hub ids.
 
     Raises:
         MoesaicError: there is no such model, text or task, or the models cannot be compared.
@@ -113,7 +113,7 @@ def evaluate(
     )
     models = {"model": source_or_model(model, revision, token)}
     if against is not None:
-        models["original"] = source_or_model(against)
+        models["original"] = source_or_model(against, token=token)
     original = models.get("original")
     if baselines and not isinstance(original, Source):
         raise MoesaicError("baselines are of the original: pass its name or folder as against.")

@@ -241,7 +241,7 @@ def bench(
         dtype: floating-point type or its name; None for the checkpoint's own.
         progress: draw bars on stderr; or a function (items, label, total).
         revision: branch, tag or commit, when ``model`` is a hub id.
-        token: of the hub, when ``model`` is a hub id.
+        token: of the hub, for those that are hub ids.
         options: fields of :class:`~moesaic.config.Bench`.
 
     Returns:
@@ -256,9 +256,10 @@ def bench(
     settings = Bench(**options)
     track = tracked(progress)
     given = {"model": model} | ({} if against is None else {"against": against})
+    at = {"model": revision}
     with ExitStack() as held:
         sources = {
-            name: resolve(held.enter_context(on_disk(each, tokenizer, revision, token)))
+            name: resolve(held.enter_context(on_disk(each, tokenizer, at.get(name), token)))
             for name, each in given.items()
         }
         length, new_tokens = _length(settings, sources.values()), settings.new_tokens
