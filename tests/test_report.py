@@ -598,7 +598,6 @@ def test_card_front_matter_parses_for_any_model(name):
     [
         ("own", "base model's own"),
         ("refitted", "solved for in closed form"),
-        ("averaged", "means over several"),
         ("trained", "they were trained"),
     ],
 )

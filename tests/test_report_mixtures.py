@@ -158,7 +158,7 @@ def test_condensed_layers():
 
 def test_a_layer_of_an_unknown_kind_is_shown_in_its_own_words():
     record = pruned()
-    record.layers[1] = LayerRecord(1, "folded", "folded twice", "averaged", shape={"folds": 2})
+    record.layers[1] = LayerRecord(1, "folded", "folded twice", "own", shape={"folds": 2})
     page, card, _ = whole(record)
     assert "Layer 1: folded twice." in page.text
     assert "Layers 0, 2: 6 of 8 experts kept." in page.text

@@ -18,9 +18,9 @@ T = TypeVar("T")
 MANY, CROWDED = 1000, 10_000
 """Layers and models of a record, and experts of a layer, at most."""
 
-WEIGHTS = ("own", "refitted", "averaged", "trained")
+WEIGHTS = ("own", "refitted", "trained")
 """Changes of weights, the least first: the base model's own (moved, sliced or scaled by
-constants at most), solved for in closed form, means over several experts, trained."""
+constants at most), solved for in closed form, trained."""
 
 
 # --- figures -------------------------------------------------------------------------------------

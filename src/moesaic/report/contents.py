@@ -194,7 +194,6 @@ CLAIMS = {
     "scaled by constants.",
     "refitted": "Down projections or output biases differ from the base model's: they were solved "
     "for in closed form on the calibration text.",
-    "averaged": "Experts are means over several of the base model's experts.",
     "trained": "Weights differ from the base model's: they were trained.",
 }
 """Sentences about the base model's weights, by the names of :data:`moesaic.record.WEIGHTS`."""
