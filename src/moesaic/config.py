@@ -156,9 +156,10 @@ def _check_options(config: DataclassInstance) -> None:
             check_known(entry.name, value, allowed)
         if not suits(value, hint):
             raise MoesaicError(f"{entry.name} must be {_kind_in_words(hint)}; got {quote(value)}.")
+        most = GREATEST if info.maximum is None and type(value) is int else info.maximum
         for holds, words, limit in (
             (operator.ge, "at least", info.minimum),
-            (operator.le, "at most", info.maximum or (GREATEST if type(value) is int else None)),
+            (operator.le, "at most", most),
             (operator.gt, "above", info.above),
             (operator.lt, "below", info.below),
         ):

@@ -169,7 +169,7 @@ class Log(logging.Handler):
         self.of_speed: list[str] = []
         """Warnings that explain how fast models were."""
         self._shown = track
-        self._open: list[str] = []
+        self._open: list[JSON] = []
         self._alone = False
 
     @contextmanager
@@ -177,14 +177,14 @@ class Log(logging.Handler):
         """Time what happens while the context lasts."""
         entry: JSON = {"stage": name}
         if self._open:
-            entry["within"] = self._open[-1]
+            entry["within"] = self._open[-1]["stage"]
         self.stages.append(entry)
-        self._open.append(name)
+        self._open.append(entry)
         clock, cpu = time.perf_counter(), time.process_time()
         try:
             yield
         finally:
-            self._open.remove(name)
+            self._open = [other for other in self._open if other is not entry]
             entry["seconds"] = round(time.perf_counter() - clock, 3)
             entry["cpu_seconds"] = round(time.process_time() - cpu, 3)
 

@@ -504,7 +504,7 @@ class Result(MadeModel):
     def _mtp_fate(self) -> str:
         """Change of the MTP layers, a key of :data:`FATES`."""
         job, plan = self.job, self.plan
-        if self._carried:
+        if plan is None and job.on_disk and job.mtp_layers:
             return "kept"
         if plan is None or self.decision.trained is not None or not job.on_disk:
             return "left_out"
