@@ -46,7 +46,7 @@ from moesaic.exports.quantiser import FileTensor, begin_file, fill_file
 from moesaic.fitting.candidates import Form, forms
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import Source, resolve
-from moesaic.modules.running import always_skipping
+from moesaic.modules.running import always_routing
 from moesaic.observation.files import FILED
 from moesaic.observation.stats import Stats, tally_of
 from moesaic.observation.stream import LayerStream
@@ -482,7 +482,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 @torch.no_grad()
 def logits(model: nn.Module, tokens: Any) -> Tensor:
     """The logits (N, T, V) of a model that is loaded, every token as at decoding."""
-    with always_skipping(model):
+    with always_routing(model):
         logits_BTV: Tensor = model(tokens.input_ids).logits
     return logits_BTV
 

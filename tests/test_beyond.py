@@ -30,7 +30,7 @@ from moesaic.exports.native import decide
 from moesaic.io.source import resolve
 from moesaic.metrics.forward import InMemory
 from moesaic.metrics.score import model_size, scores
-from moesaic.modules.running import always_skipping
+from moesaic.modules.running import always_routing
 from moesaic.observation.job import Job
 from moesaic.plans.recovery import Ridge
 from moesaic.surgery import converted_copy
@@ -235,7 +235,7 @@ def test_a_dense_prompt_is_the_original_and_a_step_is_routed(name, tokens):
     cache = cache_of(carved(ids[:, :-1]))
     step = carved(ids[:, -1:], **cache).logits
     assert not torch.allclose(step, model(ids).logits[:, -1:], atol=1e-4)
-    with always_skipping(carved):
+    with always_routing(carved):
         cache = cache_of(model(ids[:, :-1]))
         routed = carved(ids[:, -1:].repeat(1, 2), **cache).logits[:, :1]
     torch.testing.assert_close(step, routed)

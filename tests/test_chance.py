@@ -31,12 +31,12 @@ def drawn(kind):
     config = configured(ToMoEConfig, **given, noise=True)
     result = moesaic.carve(tiny_model("llama"), config, calibration=many_tokens(), progress=False)
     headers = [layer.header() for layer in result.plan.layers.values()]
-    assert any(h["routing"] == "tossed" for h in headers)
+    assert any(h["routing"] == "gumbel" for h in headers)
     assert any(h["head_top_k"] for h in headers)
     return result.model
 
 
-@pytest.fixture(scope="module", params=["random", "tossed"])
+@pytest.fixture(scope="module", params=["random", "gumbel"])
 def model(request):
     return drawn(request.param).eval()
 

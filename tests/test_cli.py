@@ -185,7 +185,7 @@ eval MODEL --tasks arc_easy --limit 0 | --limit 0 must be at least 1
 export MODEL OUT --to paper | --to 'paper' is none of native, gguf
 export MODEL OUT.gguf --to native | is a GGUF file's name
 export MODEL OUT --memory 3MB | to=gguf
-export MODEL OUT --type q8_0 | --type=q8_0 is of a GGUF's weights: to=gguf
+export MODEL OUT --type q8_0 | --type=q8_0 is a type of GGUF files: pass to=gguf
 export MODEL OUT --to gguf --memory 3MX | is not a number of bytes
 export MODEL OUT --to gguf --memory 3MB --type q8_0 | leave type=q8_0 out
 export MODEL OUT --to gguf --among q8_0 | --among=q8_0 needs memory

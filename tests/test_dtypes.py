@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 import moesaic
 from moesaic import Calibration, Evaluation, MoesaicError, Recipe, SlimConfig, TuneConfig
 from moesaic.io import models
-from moesaic.io.models import has_products, working_type
+from moesaic.io.models import multiplies_natively, working_type
 from moesaic.pipeline import run_recipe
 from moesaic.sizes import estimate
 
@@ -23,7 +23,7 @@ CONFIG = SlimConfig(keep=0.5, score="surgeon", refit=True, multiple=1)
 
 @pytest.fixture
 def without_products(monkeypatch):
-    """A processor that has no products of bfloat16."""
+    """A processor that cannot multiply matrices of bfloat16."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     models._warn_widened.cache_clear()
 
@@ -50,7 +50,7 @@ def test_float32_stands_in_only_where_nothing_was_asked(without_products):
     assert working_type(narrow, torch.bfloat16) == torch.bfloat16
     assert working_type(narrow, device="cuda") is None
     assert working_type(wide) is None
-    assert has_products(torch.float32, "cpu")
+    assert multiplies_natively(torch.float32, "cpu")
 
 
 def test_the_own_type_is_kept_where_the_processor_has_it(with_products):
@@ -68,8 +68,8 @@ def test_a_mixture_in_float64_is_computed_in_float32_and_stays_one(folder, tmp_p
 
 def test_torch_without_onednn_has_none(with_products, monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not has_products(torch.bfloat16, "cpu")
-    assert has_products(torch.float32, "cpu")
+    assert not multiplies_natively(torch.bfloat16, "cpu")
+    assert multiplies_natively(torch.float32, "cpu")
 
 
 def test_a_result_is_that_of_float32_rounded(folder, tmp_path, without_products):
@@ -101,7 +101,7 @@ def test_it_is_measured_in_float32_and_said_once(
     )
     record = run_recipe(asked)
     (said,) = record.log["warnings"]
-    assert "no products of bfloat16" in said
+    assert "cannot multiply matrices of bfloat16" in said
     assert record.log["of_speed"] == [said]
     assert capsys.readouterr().err.count(said) == 1
     kept = json.loads((tmp_path / "out" / "moesaic/result.json").read_text("utf-8"))

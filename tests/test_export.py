@@ -302,7 +302,7 @@ def test_options_are_read_as_the_command_reads_them(moe_folder, tmp_path, monkey
     for options, message in (
         ({"type": None}, "type None is none of f32, f16"),
         ({"typo": 1}, "typo is not an option; known: to, target, type"),
-        ({"type": "q8_0", "calibration": "text.txt"}, "q8_0 is not quantised by text"),
+        ({"type": "q8_0", "calibration": "text.txt"}, "q8_0 uses no importance matrix"),
     ):
         with pytest.raises(MoesaicError, match=message):
             export(moe_folder, tmp_path / "out.gguf", **options)

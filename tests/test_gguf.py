@@ -896,7 +896,9 @@ def test_types_that_round_by_text_are_for_tensors_with_text(tmp_path, tokenizer)
     types = {name: tensor.type for name, tensor in tensors.items()}
     assert types[up] == "iq2_xxs"
     assert types["token_embd.weight"] == types["blk.1.ffn_up.weight"] == "q2_k"
-    with pytest.raises(MoesaicError, match="type=iq1_s rounds by text: leave calibration=none out"):
+    with pytest.raises(
+        MoesaicError, match="type=iq1_s needs an importance matrix: leave calibration=none out"
+    ):
         ExportArgs(to="gguf", type="iq1_s", calibration="none")
 
 

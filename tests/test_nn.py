@@ -90,7 +90,7 @@ def test_routing_ignores_the_scale_of_x(top_k):
 
 def test_tossed_routing_has_the_softmaxs_probabilities_and_is_repeatable():
     """ToMoE, Eq. 14: the largest x + g of the same scores, again and again, is the softmax."""
-    router = Router(4, 4, 1, "tossed")
+    router = Router(4, 4, 1, "gumbel")
     router.weight.data = torch.eye(4)
     wanted = torch.tensor([1.0, 0.0, -1.0, 0.5])
     x_TD = wanted + 0.02 * torch.randn(40_000, 4)

@@ -91,7 +91,7 @@ def test_a_wrong_call_shows_the_right_one(call, words):
     assert words in str(caught.value).replace("'tiny-moe'", '"tiny-moe"')
 
 
-OBSERVED = "calibration=Tensor is of text, and the statistics were observed on theirs already"
+OBSERVED = "calibration=Tensor chooses text, and the statistics were observed on text already"
 
 
 @pytest.mark.parametrize(

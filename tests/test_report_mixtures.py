@@ -54,7 +54,7 @@ def skipping():
     for i, (beta, share) in enumerate([(0.44, 0.25), (0.21, 0.2), (0.3, 0.31)]):
         seen = {"calls_per_token": 2 - 2 * share, "skipped": share}
         found = {"shape": {"beta": beta, "rule": "top2"}, "analysis": seen}
-        text = f"experts are left out by beta {beta}"
+        text = f"experts of low weight are skipped, beta {beta}"
         layers.append(LayerRecord(i, "cut", text, experts=8, top_k=2, **found))
     step = with_figures(step, SkipConfig(), layers)
     return mixture(step, layers, result=(42.5, 0.39, 1000))
@@ -158,11 +158,11 @@ def test_condensed_layers():
 
 def test_a_layer_of_an_unknown_kind_is_shown_in_its_own_words():
     record = pruned()
-    record.layers[1] = LayerRecord(1, "folded", "folded twice", "own", shape={"folds": 2})
+    record.layers[1] = LayerRecord(1, "folded", "folded twice", "refitted", shape={"folds": 2})
     page, card, _ = whole(record)
     assert "Layer 1: folded twice." in page.text
     assert "Layers 0, 2: 6 of 8 experts kept." in page.text
-    assert "means over several" in card
+    assert "solved for in closed form" in card
 
 
 @pytest.mark.parametrize("steps", [1, 30, 2000])

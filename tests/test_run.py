@@ -295,7 +295,7 @@ def test_steps_add_up_in_one_record(moe_folder, tmp_path):
 
 
 def test_what_a_verb_cannot_take_is_refused(moe_folder, llama_folder, tmp_path):
-    with pytest.raises(MoesaicError, match="skip compares nothing"):
+    with pytest.raises(MoesaicError, match="skip has no comparisons"):
         moesaic.skip(str(moe_folder), compare=("top2",))
     for changes, message in (
         ({"evaluation": Evaluation(compare=("best",))}, "compare 'best' is none of"),

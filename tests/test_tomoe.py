@@ -346,7 +346,7 @@ def test_the_papers_bundle_is_the_paper_in_every_switch(tmp_path):
     result = carved(tiny_model("llama"), **bundle | short)
     assert result.summary["training"]["threshold"] == 0
     headers = [layer.header() for layer in result.plan.layers.values()]
-    assert all(h["noise"] and h["routing"] == "tossed" for h in headers)
+    assert all(h["noise"] and h["routing"] == "gumbel" for h in headers)
     assert any(h["head_top_k"] for h in headers)
     again = AutoModelForCausalLM.from_pretrained(result.save(tmp_path / "out"))
     assert torch.equal(again(ids()).logits, result.model(ids()).logits)
@@ -355,7 +355,7 @@ def test_the_papers_bundle_is_the_paper_in_every_switch(tmp_path):
             module.router.routing = "cosine"
     assert not torch.equal(again(ids()).logits, result.model(ids()).logits)
     whole = {"materialized": True, "rows": {}, "head_top_k": 0}
-    assert "toss" in (OverlappingLayer.obstacle({**headers[0], **whole}) or "")
+    assert "Random routers" in (OverlappingLayer.obstacle({**headers[0], **whole}) or "")
 
 
 @pytest.mark.parametrize(

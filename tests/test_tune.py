@@ -12,7 +12,7 @@ from builders import equal, examples, losses_of, tiny_model, tiny_moe
 import moesaic
 from moesaic import CondenseConfig, MoesaicError, MoREConfig, Plan, SkipConfig, TuneConfig
 from moesaic.arch.lookup import base_arch, moe_arch
-from moesaic.modules.running import always_skipping
+from moesaic.modules.running import always_routing
 from moesaic.plans.cut import CutLayer
 from moesaic.recipe import Recipe
 from moesaic.sizes import on_headers
@@ -209,7 +209,7 @@ def test_a_carved_models_routers_learn(router, top_k, tokens):
     with torch.no_grad():
         target = original(ids).logits
         for model in (before, tuned.model):
-            with always_skipping(model):
+            with always_routing(model):
                 lost.append(distillation_loss(model(ids).logits, target, ids).item())
     count = ids[:, 1:].numel()
     assert losses_of(tuned)[0]["loss"] == pytest.approx(lost[0] / count, rel=1e-4)

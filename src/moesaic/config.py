@@ -259,7 +259,7 @@ class MethodConfig(Options):
 
     @classmethod
     def families(cls, model: Shape) -> Iterable[Family[Any]]:
-        """Return the configs that ``fit`` tries on a model, by rising size; empty if none suits."""
+        """Return the families of configs that ``fit`` tries on a model; empty if none suits."""
         return ()
 
     @property
@@ -476,14 +476,16 @@ class ExportArgs(Options):
         "native", "native (a checkpoint) or gguf (a file). Default: gguf where OUT ends so."
     )
     target: str = option("", "The architecture. Default: the one with the least to compute.")
-    type: GgufType = option("f32", "The type of a GGUF's weights.")
+    type: GgufType = option("f32", "The type of a GGUF file's weights.")
     calibration: str = option(
-        "", "Text by which k-quants weigh what they quantise; none: without. Default: what ships."
+        "",
+        "Text from which the importance matrix of k-quants is computed; none: quantise without "
+        "one. Default: text that ships.",
     )
     memory: int | None = option(
         None,
-        "Bytes that a GGUF may take, 4GB: attention and FFN of each layer get the types of least "
-        "KL together, by an estimate of each.",
+        "Bytes that the GGUF file may take, such as 4GB: each layer's attention and FFN get types "
+        "of their own, with the least estimated KL in all.",
         minimum=1,
         parse="bytes",
     )
@@ -495,25 +497,27 @@ class ExportArgs(Options):
         for type in self.among:
             check_known("among", type, get_args(GgufType))
         if self.memory is not None and self.to != "gguf":
-            raise MoesaicError("memory chooses a GGUF's types: to=gguf.")
+            raise MoesaicError("memory chooses the types of a GGUF file: pass to=gguf.")
         if self.type != "f32" and self.to != "gguf":
-            raise MoesaicError(f"type={self.type} is of a GGUF's weights: to=gguf.")
+            raise MoesaicError(f"type={self.type} is a type of GGUF files: pass to=gguf.")
         if self.calibration and self.to != "gguf":
-            raise MoesaicError("calibration is for GGUF files: to=gguf.")
+            raise MoesaicError("calibration is for GGUF files: pass to=gguf.")
         if self.among and self.memory is None:
             raise MoesaicError(f"among={self.among[0]} needs memory=4MB or the like.")
         if self.among and not {*self.among} - {"f32"}:
-            raise MoesaicError("among=f32 rounds nothing: name a narrower type.")
+            raise MoesaicError("among=f32 quantises nothing: name a narrower type.")
         if self.memory is not None and self.type != "f32":
             raise MoesaicError(f"memory chooses types itself: leave type={self.type} out.")
         if self.memory is not None and self.calibration == "none":
             raise MoesaicError("memory chooses types by text: leave calibration=none out.")
         if by_text(self.type) and self.calibration == "none":
-            raise MoesaicError(f"type={self.type} rounds by text: leave calibration=none out.")
+            raise MoesaicError(
+                f"type={self.type} needs an importance matrix: leave calibration=none out."
+            )
         if self.calibration not in ("", "none") and self.converted:
             raise MoesaicError(
-                f"type={self.type} is not quantised by text: leave calibration={self.calibration} "
-                "out."
+                f"type={self.type} uses no importance matrix: leave "
+                f"calibration={self.calibration} out."
             )
 
     @property
@@ -559,7 +563,7 @@ class RunArgs:
     dtype: torch.dtype | None = option(
         None,
         "Floating-point type, when model is a name; None for the checkpoint's own, computed in "
-        "float32 where the processor has no products of it.",
+        "float32 where the processor cannot multiply matrices of it.",
     )
     resume_from: Path | None = option(
         None, "Folder for finished layers; a run that finds them there continues."

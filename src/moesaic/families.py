@@ -23,7 +23,7 @@ class Shape:
     width: int
     """Neurons of an expert; of a dense model of its narrowest FFN."""
     multiple: int
-    """Least number of which widths are a multiple, for fast kernels."""
+    """Widths of results are multiples of this, for fast kernels."""
     experts: int = 0
     """Experts in each layer that routes; 0 for a dense model."""
     fewest: int = 0
@@ -39,7 +39,7 @@ class Shape:
     replaceable: bool = True
     """True if a layer that routes may be condensed or dropped."""
     leaders: int = 0
-    """Layers that route and cannot be dropped, since caches depend on them."""
+    """Layers that route and cannot be dropped, since others read their caches."""
     native: bool = False
     """True if results must be of the base's own architecture."""
 
@@ -63,9 +63,9 @@ class Family(Generic[C]):
     configs: Sequence[C]
     """Configs that are quick to carry out, by rising size of the result."""
     careful: Callable[[C], C]
-    """Function from a quick config to the refitted one whose result has the same size."""
+    """Function that returns a config with refit, whose result has the same size."""
     first: Sequence[C] = ()
-    """Some configs, after each of which another family may use up the budget."""
+    """Configs after each of which another family may use the rest of the budget."""
     priced: int = 8
     """Number of configs whose KL is estimated; that of those between is interpolated."""
     fills: bool = False

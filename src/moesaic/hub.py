@@ -202,7 +202,7 @@ def _define_model(
 
 
 class _LazyConfig:
-    """Placeholder of a config class until a model of its type is read, as there are many."""
+    """Config class of a converted type, made when a model of it is first read: types are many."""
 
     model_type = ""
 

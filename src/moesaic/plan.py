@@ -55,8 +55,7 @@ class BaseShape:
     weights: str = field(default="", compare=False)
     """Fingerprint of its weights, which comparisons of shapes ignore."""
     routing: str = field(default="", compare=False)
-    """Digest of its layers' headers and top-k: models of the same weights may route differently.
-    Empty in older plans."""
+    """Digest of its layers' headers and top-k: models of the same weights may route differently."""
     name: str = field(default="", compare=False)
     """Name by which it was requested."""
     dtype: str = field(default="", compare=False)

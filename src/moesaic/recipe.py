@@ -239,11 +239,11 @@ def check_step(
     for name, value, default in beside if calibration.stats and not refits else ():
         if value != default:
             raise MoesaicError(
-                f"{name}={value} is of text, and the statistics were observed on theirs "
+                f"{name}={value} chooses text, and the statistics were observed on text "
                 "already: leave it out."
             )
     if compare and not verb.compares:
-        raise MoesaicError(f"{verb.name} compares nothing: leave compare out.")
+        raise MoesaicError(f"{verb.name} has no comparisons: leave compare out.")
     for name in compare:
         config.compared(name)
 

@@ -23,7 +23,7 @@ class Registry(Mapping[str, T], Generic[T]):
     Args:
         group: entry points of this group are added to the entries.
         entries: ``"module:attribute"`` by name. An entry point cannot replace one of them.
-        loaded: entries that are at hand.
+        loaded: objects by name that need no import.
     """
 
     def __init__(

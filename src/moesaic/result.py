@@ -57,7 +57,7 @@ from moesaic.record import LayerRecord, Record, Step, strongest
 from moesaic.surgery import applied, apply_plan, check_base, mtp_blocks, mtp_fate
 from moesaic.types import JSON, MadeModel, Model, Named, Tokenizer, Values, at_home
 
-ALONE = "The result is only the language model; other parts, such as one that sees, are left out."
+ALONE = "The result is only the language model; other parts, such as a vision tower, are left out."
 FATES = {
     "kept": "are kept as they are",
     "along": "are reduced as the last layer is",

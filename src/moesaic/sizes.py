@@ -257,10 +257,14 @@ class ResultSize:
     """Sizes of a recipe's result."""
 
     memory: int
+    """Bytes of the weights as stored; of a recipe that ends in a GGUF file, those of the file."""
     parameters: int
     active_parameters: int
+    """Parameters that a token uses."""
     native: bool
+    """True if the result is of the base's own architecture."""
     exact: bool
+    """False if sizes depend on text."""
 
 
 @dataclass(frozen=True)

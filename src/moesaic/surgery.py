@@ -23,7 +23,7 @@ from moesaic.io.models import dtype_by_name, shape_of
 from moesaic.io.naming import Naming, is_mtp, language
 from moesaic.io.source import Source, warn_of_unplaced
 from moesaic.io.trust import reading
-from moesaic.modules.running import always_skipping, watch
+from moesaic.modules.running import always_routing, watch
 from moesaic.plan import FORMAT, BaseShape, Plan
 from moesaic.plans.base import KINDS, DiskState, Header, LayerPlan, LiveState, Sizes
 from moesaic.types import JSON, Config, Model
@@ -201,7 +201,7 @@ def converted_copy(layer: nn.Module, arch: Arch, plan: LayerPlan) -> Iterator[nn
     tensors = [*layer.parameters(), *layer.buffers()]
     layers = nn.ModuleList([copy.deepcopy(layer, {id(t): t for t in tensors})])
     apply_layer(layers, 0, arch, plan)
-    with always_skipping(layers[0]):
+    with always_routing(layers[0]):
         yield layers[0]
 
 

@@ -115,7 +115,7 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
     "overlapping": {
         "shared weights": lambda: dense(shared_weights),
         "copies": lambda: dense(lambda i: shared_weights(i, materialized=True)),
-        "tossed": lambda: dense(lambda i: shared_weights(i, noise=True)),
+        "gumbel": lambda: dense(lambda i: shared_weights(i, noise=True)),
         "attention": cut_attention,
     },
     "cut": {

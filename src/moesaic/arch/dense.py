@@ -4,9 +4,7 @@ Methods never name an architecture. They see a *view*, :class:`DenseFFN`, whose 
 module's own (no copies). The parameters of a decoder layer, a :class:`LayerUse`, are counted one
 way for all kinds.
 
-Shape suffixes used across the package::
-
-    T tokens    D hidden size    M intermediate size    R routed experts    K top-k
+Shape suffixes: T tokens, D hidden size, M intermediate size.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class CarvedFFN(nn.Module):
 
     def _routed(self, x_TD: Tensor) -> Tensor | None:
         """Return the weight of each petal (T, R), zero if it does not run; None if all run."""
-        routes = self.phase is None or self.phase.skips or self.training
+        routes = self.phase is None or self.phase.routes or self.training
         if self.router is None or not routes:
             return None
         on_TR: Tensor = self.router(x_TD)
@@ -394,7 +394,7 @@ class CarvedLayer(LayerPlan):
 
     # --- refit -----------------------------------------------------------------------------------
 
-    def refit(self, site: LayerTokens[DenseFFN], **options: bool) -> tuple[CarvedLayer, JSON]:
+    def refit(self, site: LayerTokens[DenseFFN]) -> tuple[CarvedLayer, JSON]:
         """Solve for a new down projection.
 
         Features are h~, the input of the down projection, masked or weighed by the layer's own

@@ -255,7 +255,7 @@ class OverlappingLayer(LayerPlan):
             "backbone": 0,
             "petals": [width] * count,
             "top_k": 1,
-            "routing": "tossed" if self.noise else "cosine",
+            "routing": "gumbel" if self.noise else "cosine",
             "materialized": self.materialized,
             "rows": {name: rows.numel() for name, rows in self.rows.items()},
             "head_top_k": self.head_top_k,
@@ -381,7 +381,7 @@ class OverlappingLayer(LayerPlan):
                 "materialize and attention=none for one."
             )
         if header.get("noise", False):
-            return "Routers that toss have no native form; carve with published=false for one."
+            return "Random routers have no native form; carve with published=false for one."
         return None
 
     @classmethod

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from moesaic.modules.running import RunningTokens, gumbel
 from moesaic.types import Values
 
-DRAWING = ("random", "tossed")
-CHOOSING = ("cosine", "random", "linear", "tossed")
+DRAWING = ("random", "gumbel")
+CHOOSING = ("cosine", "random", "linear", "gumbel")
 
 
 def _logits(weight_RD: Tensor, x_TD: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Router(nn.Module):
 
     ``linear``: scores are a linear function of x, as in native routers.
 
-    ``tossed``: a linear function of x, and Gumbel noise: the softmax's probabilities (ToMoE,
+    ``gumbel``: a linear function of x, and Gumbel noise: the softmax's probabilities (ToMoE,
     Eq. 14).
 
     Args:
@@ -103,8 +103,8 @@ class Router(nn.Module):
         if self.routing == "random":
             return self.passage.uniform(*drawn)
         scores_TR = _logits(self.weight, x_TD)
-        tossed = self.routing == "tossed"
-        return scores_TR + gumbel(self.passage.uniform(*drawn)) if tossed else scores_TR
+        noisy = self.routing == "gumbel"
+        return scores_TR + gumbel(self.passage.uniform(*drawn)) if noisy else scores_TR
 
     @property
     def learns(self) -> bool:

@@ -28,7 +28,8 @@ class FitConfig(Options):
     )
     max_loss: float | None = option(
         None,
-        "The share by which perplexity may rise, such as 0.05. Alone: the smallest such result.",
+        "The most by which perplexity may rise, such as 0.05 for 5 %. Alone: the smallest result "
+        "within it.",
         minimum=0,
     )
     native: bool = option(False, "Only results of the base's own architecture.")
@@ -38,7 +39,11 @@ class FitConfig(Options):
         "its bytes. Repeatable.",
         flag="--type",
     )
-    confirm: int = option(3, "Candidates that are made and measured first.", minimum=1)
+    confirm: int = option(
+        3,
+        "Candidates of least estimated KL that are made and measured; up to two may follow.",
+        minimum=1,
+    )
     prices: str = option(
         "",
         "File with the estimated KL of every alternative: read if it exists, otherwise written, so "

@@ -182,7 +182,7 @@ class Checkpoint:
         return _mapped_values(self._stored[name])
 
     def stored(self, name: str) -> Iterator[tuple[str, Stored]]:
-        """Return a tensor as the files have it: the places of its parts, by their names there."""
+        """Yield the parts of which the files hold a tensor: each name there, and its place."""
         yield name, self._place(name)
 
     def encode(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
@@ -216,7 +216,7 @@ class Checkpoint:
         return sum(stored.nbytes for stored in self._stored.values())
 
     def nbytes(self) -> int:
-        """Size of the weight files on disk."""
+        """Return the bytes of all weight files."""
         return sum(file.stat().st_size for file in {s.path for s in self._stored.values()})
 
 

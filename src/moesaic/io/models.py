@@ -245,15 +245,15 @@ SUPPORTED = {
     torch.bfloat16: "_is_mkldnn_bf16_supported",
     torch.float16: "_is_mkldnn_fp16_supported",
 }
-"""Names of the torch operators that return whether a CPU has matrix products of a type."""
+"""Names of the torch operators that return whether a CPU multiplies matrices of a type."""
 
 
-def has_products(dtype: torch.dtype, device: str) -> bool:
-    """Return True if a device has matrix products of a type of its own.
+def multiplies_natively(dtype: torch.dtype, device: str) -> bool:
+    """Return True if a device multiplies matrices of a type natively.
 
-    Processors without AVX-512, most laptops' among them, have no products of bfloat16 and float16:
-    torch computes these number by number, at least ten times as slowly as in float32. Of experts
-    in float64 torch has none anywhere.
+    Processors without AVX-512, most laptops' among them, do not for bfloat16 and float16: torch
+    computes these number by number, at least ten times as slowly as in float32. Experts in float64
+    are multiplied nowhere.
     """
     if dtype is torch.float64:
         return False
@@ -274,26 +274,26 @@ def working_type(
         device: where to compute.
 
     Returns:
-        ``dtype`` if given; else float32, which holds the same weights exactly, if the device has
-        no products of the checkpoint's type; else None, for that type.
+        ``dtype`` if given; else float32, which holds the same weights exactly, if the device cannot
+        multiply matrices of the checkpoint's type; else None, for that type.
     """
     stored = config.dtype
-    if dtype is not None or stored is None or has_products(stored, device):
+    if dtype is not None or stored is None or multiplies_natively(stored, device):
         return dtype
     _warn_widened(str(stored).removeprefix("torch."))
     return torch.float32
 
 
 def sizes_in(module: nn.Module, dtype: torch.dtype | None = None) -> list[int]:
-    """Bytes of each of a module's weights in a type; None for their own."""
+    """Return the bytes of each of a module's weights in a type; None for their own."""
     return [p.numel() * (dtype or p.dtype).itemsize for p in module.parameters()]
 
 
 @cache
 def _warn_widened(name: str) -> None:
     logger.warning(
-        f"There are no products of {name} here: models are computed in float32, and saved in "
-        "their own types."
+        f"This processor cannot multiply matrices of {name}: models are computed in float32, and "
+        "saved in their own types."
     )
 
 

@@ -78,7 +78,11 @@ def read_as(model_type: str, stored: Iterable[str]) -> dict[str, str]:
 
 
 def register_conversions(model_type: str, name: str = "") -> None:
-    """Register a type's conversions under another name or, if those are its whole's, its own."""
+    """Register a type's conversions under another name.
+
+    Without one they are registered under the type's own, if transformers has them only for the
+    multimodal model that it is a part of.
+    """
     steps = conversions(model_type)
     if steps is not None and (name or _own_conversions(model_type) is None):
         register_checkpoint_conversion_mapping(name or model_type, steps, overwrite=True)
@@ -240,7 +244,7 @@ class Naming:
             elif not any(other in self._parts for other in tied.get(name, ())):
                 raise MoesaicError(
                     f"{self.checkpoint.folder} has no tensor {name!r}. The checkpoint is damaged, "
-                    "its config is another model's, or its names are none that are read."
+                    "its config is another model's, or moesaic does not know its tensors' names."
                 )
 
     def shape(self, name: str) -> tuple[int, ...] | None:

@@ -96,8 +96,7 @@ class Method(ABC, Generic[C, A]):
         """
 
     def resolve_defaults(self, job: Job[A]) -> Iterator[str]:
-        """Replace options left at None by values for this model; afterwards :attr:`config` has
-        none.
+        """Replace options whose default depends on the model by their values.
 
         Layers are refitted by default, unless decisions come from a file of statistics. Windows are
         at most as long as the model's positions.

@@ -52,7 +52,8 @@ def recover(
             plan.
 
     Returns:
-        the refitted plans, and by plan and layer ``lost``, ``recovered`` and ``strength``.
+        the refitted plans, and by plan and layer the figures of
+        :meth:`~moesaic.plans.base.LayerPlan.refit`.
 
     Raises:
         MoesaicError: layers of some plan's kind cannot be refitted.

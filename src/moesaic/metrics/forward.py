@@ -23,7 +23,7 @@ from moesaic.distributed import gathered, own_device
 from moesaic.errors import MoesaicError
 from moesaic.io.models import skeleton, working_type
 from moesaic.io.source import Source
-from moesaic.modules.running import SpilledList, always_skipping
+from moesaic.modules.running import SpilledList, always_routing
 from moesaic.observation.stream import LayerStream, PartChange, outputs
 from moesaic.surgery import routed_modules
 from moesaic.types import JSON, Model, Track, silent
@@ -184,7 +184,7 @@ class InMemory:
         run, device = torch.no_grad()(outputs), model.get_input_embeddings().weight.device
 
         def logits() -> Iterator[tuple[Tensor, Tokens]]:
-            with count_routing(model) as routing, always_skipping(model):
+            with count_routing(model) as routing, always_routing(model):
                 for batch in track(batches, label, len(batches)):
                     routing.mask = batch.attention_mask
                     yield run(model, batch, device)[0], batch  # which nothing here holds on to
@@ -260,7 +260,7 @@ class Layerwise:
         )
         stream.change = self.change or stream.change
         model = self.shape
-        with torch.no_grad(), count_routing(model) as routing, always_skipping(model):
+        with torch.no_grad(), count_routing(model) as routing, always_routing(model):
             states, kwargs = stream.record()
             for block in track(stream.blocks(kwargs), label, stream.count):
                 outputs = block.outputs(states)
@@ -273,7 +273,7 @@ class Layerwise:
 Runner: TypeAlias = InMemory | Layerwise
 """Model that can be run over batches; ``shape`` is the model, or a skeleton of it.
 
-Parts of layers that it skips at decoding are then skipped for all tokens.
+Layers that route only in decoding then route all tokens.
 """
 
 

@@ -197,8 +197,8 @@ def qualities(
     """Measure how well one model predicts a text, or two, the first compared with the second.
 
     Perplexity is exp of the mean next-token loss over windows; the first token of each is not
-    scored, nor BOS, padding or tokens after it. A model that skips channels at decoding is
-    measured with every token as at decoding. Each model runs once.
+    scored, nor BOS, padding or tokens after it. A carved model that routes only in decoding is
+    measured with every token routed. Each model runs once.
 
     Args:
         runs: one model, or a result and its original. If one was padded, or got more tokens,

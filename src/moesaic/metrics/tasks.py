@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from moesaic.data.sources import HEADLINE, PRESETS, Task
 from moesaic.errors import MoesaicError
-from moesaic.modules.running import always_skipping
+from moesaic.modules.running import always_routing
 from moesaic.types import JSON, Model, Tokenizer, Values
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def measure_tasks(
     by_task: dict[str, JSON] = {}
     for task in tasks:
         try:
-            with always_skipping(model), _no_commit():
+            with always_routing(model), _no_commit():
                 report: Values = simple_evaluate(
                     lm,
                     tasks=[task.request],

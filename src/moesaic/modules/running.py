@@ -4,8 +4,8 @@ Random numbers are functions of a token: of its id, its position, and the decode
 based on them is the same for a prefix, for the whole text, for decoding with a cache and in a
 padded batch: it depends neither on a product's last digits nor on earlier calls.
 
-A converted layer may skip parts only in decoding: a forward pass over one position per sequence.
-Prompts run dense if skipping parts would save no time: they are then as fast, and more exact.
+A carved layer may route only in decoding: a forward pass over one position per sequence.
+Prompts run dense if routing would save no time: they are then as fast, and more exact.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ class LayerTokens(Generic[V_co]):
     passage: RunningTokens = field(default_factory=RunningTokens)
     """Tokens of the batch that :meth:`inputs` yielded last."""
     change: AbstractContextManager[nn.Module | None] | None = None
-    """Context set by the loop body: entered while this layer passes its tokens on to the next,
-    through the module that it returns, if any. The stream must ``follow``."""
+    """Context that the loop over layers may set. It is entered while this layer computes the inputs
+    of the next one, and may yield another module to compute them. The stream must ``follow``."""
 
     def __len__(self) -> int:
         """Return the number of calibration batches."""
@@ -275,11 +275,11 @@ class LayerTokens(Generic[V_co]):
 
 
 class Phase:
-    """State shared by the modules of one decoder layer: whether they skip parts now."""
+    """State of a carved decoder layer that routes only in decoding: whether it routes now."""
 
     def __init__(self) -> None:
         self.always = False
-        """True if parts are skipped in prompts too, for measuring."""
+        """True if tokens of prompts are routed too, for measuring."""
         self.single = False
         """True if one position per sequence is run."""
 
@@ -296,14 +296,14 @@ class Phase:
         self.single = hidden.shape[1] == 1
 
     @property
-    def skips(self) -> bool:
-        """True if parts are skipped now."""
+    def routes(self) -> bool:
+        """True if tokens are routed now."""
         return self.always or self.single
 
 
 @contextmanager
-def always_skipping(model: nn.Module) -> Iterator[None]:
-    """Context in which a model's layers treat every token as in decoding, where they skip parts."""
+def always_routing(model: nn.Module) -> Iterator[None]:
+    """Context in which layers that route only in decoding route every token."""
     phases = [phase for m in model.modules() if (phase := vars(m).get("phase"))]
     before = [phase.always for phase in phases]
     for phase in phases:

@@ -488,7 +488,7 @@ def estimates(
 def _head_divergences(
     stream: LayerStream[object], states: SpilledList, plans: Sequence[LayerPlan | StandIn]
 ) -> Iterator[Tensor]:
-    """KL(original || changed head), nats a token, of the windows whose logits may be kept."""
+    """Yield KL(original || changed head), nats a token, of the windows whose logits may be kept."""
     kept, bytes = list[tuple[Tokens, Tensor, Tensor]](), 0
     with stream.headed(logits=True) as finish:
         for batch, last in zip(stream.batches, states, strict=True):

@@ -32,7 +32,7 @@ Key = tuple[int, int, int]
 PartChange = Callable[[nn.Module, int], AbstractContextManager[object]]
 """Function of a part of a model and its place that returns a context in which it is changed."""
 BEFORE, REST = -1, -2
-"""Place of the parts before layer 0, and of all of these but the embeddings."""
+"""Numbers of parts that are no layer: all before layer 0, and these without the embeddings."""
 CARRIED = object()
 """Placeholder in recorded arguments for the extra output of the previous layer."""
 

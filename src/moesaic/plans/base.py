@@ -278,13 +278,14 @@ class LayerPlan(ABC):
         """Return the module that chooses a token's experts, and their sizes; None without one."""
         return arch.routed(layer)
 
-    def refit(self, site: LayerTokens[Any], **options: bool) -> tuple[LayerPlan, JSON]:
+    def refit(self, site: LayerTokens[Any]) -> tuple[LayerPlan, JSON]:
         """Solve for weights with which the layer's output is nearest to the original's.
 
         ``site`` is the unchanged layer with its tokens.
 
         Returns:
-            the new plan, and ``lost``, ``recovered`` and ``strength`` for the record.
+            the new plan, and figures for the record: ``lost`` and ``recovered``, with ``strength``
+            if one was chosen for the whole layer; empty if nothing was refitted.
 
         Raises:
             MoesaicError: layers of this kind cannot be refitted.

@@ -172,7 +172,7 @@ class CondensedLayer(LayerPlan):
 
     # --- refit -----------------------------------------------------------------------------------
 
-    def refit(self, site: LayerTokens[FFN], **options: bool) -> tuple[CondensedLayer, JSON]:
+    def refit(self, site: LayerTokens[FFN]) -> tuple[CondensedLayer, JSON]:
         """Solve for a new down projection. Features are h~ of the shared path and the chosen
         experts.
 
@@ -327,6 +327,6 @@ class DroppedLayer(LayerPlan):
     def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
         return None
 
-    def refit(self, site: LayerTokens[FFN], **options: bool) -> tuple[DroppedLayer, JSON]:
+    def refit(self, site: LayerTokens[FFN]) -> tuple[DroppedLayer, JSON]:
         """Return the plan unchanged: nothing is left that could be fitted."""
         return self, {}

@@ -25,7 +25,7 @@ from moesaic.arch.routing import replace_removed, set_top_k
 from moesaic.errors import MoesaicError, quote
 from moesaic.io.naming import expert_number, renumbered
 from moesaic.modules.blocks import DOWN_ROWS, RULES, UP_ROWS, flat, make_skipping, make_uneven
-from moesaic.modules.running import LayerTokens, always_skipping
+from moesaic.modules.running import LayerTokens, always_routing
 from moesaic.plans import neurons
 from moesaic.plans.base import PADDING, Description, Header, LayerPlan, Sizes, State, check_numbers
 from moesaic.plans.recovery import Ridge, joint_bytes, refitted_down, refitted_downs
@@ -192,7 +192,7 @@ class CutLayer(LayerPlan):
             raise ValueError(f"a token cannot run {quote(self.top_k, 20)} of {count} experts")
         if self.beta is not None and (self.rule not in RULES or not 0 <= self.beta < math.inf):
             raise ValueError(
-                f"experts cannot be left out by {quote(self.rule, 20)} {quote(self.beta, 20)}"
+                f"rule {quote(self.rule, 20)} with beta {quote(self.beta, 20)} is no valid skipping"
             )
 
     # --- put to use ------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class CutLayer(LayerPlan):
     def _masked(self, view: FFN, layer: nn.Module) -> Iterator[nn.Module]:
         """Choose no removed experts, and keep removed neurons' columns of down projections zero."""
         with ExitStack() as stack:
-            stack.enter_context(always_skipping(layer))
+            stack.enter_context(always_routing(layer))
             if isinstance(view, MoEFFN) and 0 < len(self.experts) < view.count:
                 stack.enter_context(view.restricted(_among(self.experts, view.count)))
             for down_DM, kept_W in self._narrowed(view):
@@ -402,7 +402,7 @@ class CutLayer(LayerPlan):
             parts.append(f"a token runs {self.top_k} of {len(kept) or experts} experts")
             shape["experts_per_token"] = self.top_k
         if self.beta is not None:
-            parts.append(f"experts are left out by beta {self.beta:.3g}")
+            parts.append(f"experts of low weight are skipped, beta {self.beta:.3g}")
             shape |= {"beta": self.beta, "rule": self.rule}
         return Description("; ".join(parts), shape)
 
@@ -440,7 +440,7 @@ class CutLayer(LayerPlan):
 
     # --- refit -----------------------------------------------------------------------------------
 
-    def refit(self, site: LayerTokens[FFN], **options: bool) -> tuple[CutLayer, JSON]:
+    def refit(self, site: LayerTokens[FFN]) -> tuple[CutLayer, JSON]:
         """Solve for new down projections of the kept experts, jointly.
 
         If neurons are removed, the shared path's is solved for, too.
@@ -482,7 +482,10 @@ def _among(numbers: Tensor, count: int) -> Tensor:
 
 
 def _resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
-    """Give a routed block another number of experts, in place, as :func:`resize` does."""
+    """Give a routed block another number of experts, in place.
+
+    Its tensors are resized by :func:`moesaic.plans.neurons.resize`.
+    """
     view = arch.mixture(layer)
     before = view.count
     for name, tensor in [*view.block.named_parameters(), *view.block.named_buffers()]:

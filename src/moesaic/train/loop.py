@@ -40,7 +40,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import examples_fingerprint
-from moesaic.io.models import has_products
+from moesaic.io.models import multiplies_natively
 from moesaic.io.trust import mapping_of
 from moesaic.losses import predicting
 from moesaic.plan import Progress
@@ -259,7 +259,7 @@ def train(
 
     Args:
         model: a causal language model. Trainable parameters are held in float32; a narrower model
-            computes in its own dtype, or in float32 if the device has no products of that dtype.
+            computes in its own dtype, or in float32 if the device cannot multiply its matrices.
         examples: texts as token ids and labels; a stream needs ``schedule.steps``.
         schedule: number of steps, batch sizes and learning rate.
         folder: folder of checkpoints; training continues from the last one there. None keeps none.
@@ -328,7 +328,7 @@ def _learning(
     """
     dtype = cast(torch.dtype, model.dtype)
     model.requires_grad_(False)
-    in_own_type = has_products(dtype, device)
+    in_own_type = multiplies_natively(dtype, device)
     wide = list((trainable if in_own_type else dict(model.named_parameters())).values())
     types = [parameter.dtype for parameter in wide]
     for parameter in wide:

@@ -46,9 +46,9 @@ class ToMoEConfig(MethodConfig):
     published: bool = option(
         False,
         "As the paper and its code: a load balance of weight 1, attention that starts less full, "
-        "masks in Eq. 2's three places, a constant rate without clipping, and a result that "
-        "tosses: its experts are one toss, its routers toss for each token; the budget counts "
-        "maxima over tosses, and the ratio is what results.",
+        "masks in Eq. 2's three places, a constant rate without clipping, and a random result: "
+        "experts are drawn once, and the router draws for each token; the budget counts maxima "
+        "over draws, and the ratio is what results.",
         seldom=True,
     )
     materialize: bool = option(

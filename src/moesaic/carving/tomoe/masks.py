@@ -23,9 +23,11 @@ Deviations of our defaults from the paper; ``PUBLISHED`` (``--recipe paper``) un
 - A mask multiplies hidden activations once, so that neurons that are off still learn whether they
   should be on.
 - R_L has an eighth of the paper's weight (1/8, not 1): what the released code computes for eight
-  experts, which leaves out Eq. 9's factor N.
+  eight experts, which leaves out Eq. 9's factor N.
 
-Unlike the released code, R_U covers attention too, as in the paper.
+Whatever the options:
+
+- R_U covers attention too, as in the paper, unlike in the released code.
 - Where queries and keys are normalised (Qwen3, Gemma 3, OLMo 2), which the paper's models are not,
   their s_0 is 1: Eq. 4 masks the norm's output, and its mean needs every row of W_Q and W_K, so
   that no row could be removed.
@@ -246,17 +248,17 @@ class MaskingModules(nn.Module):
 
     def ffn(self, index: int, x_BLD: Tensor) -> Tensor:
         """Return s (B, L, M), Eq. 3."""
-        tossed = self.config.noise and self.noise
+        noisy = self.config.noise and self.noise
         with torch.autocast(x_BLD.device.type, enabled=False):
             logits = self.mlp_modules(index).router(x_BLD.float())
             probability = gs_max(logits, self.config.tau, self.noise)
             chosen = st_gs_max(probability)
             embedded = chosen @ self.E_all[2 * index + 1]
             s = self._neurons(self.mlp_modules(index).proj_d(embedded), self.noise)
-            s_NM = self._neurons(self.expert_logits(index), tossed)
+            s_NM = self._neurons(self.expert_logits(index), noisy)
             valid = self.valid_T
             self.measured[index, "mlp"] = {
-                "width": (s.flatten(0, 1)[valid] if tossed else s_NM).sum(-1).max(),
+                "width": (s.flatten(0, 1)[valid] if noisy else s_NM).sum(-1).max(),
                 "union": union(s_NM),
                 "balance": load_balance(
                     chosen.flatten(0, 1)[valid], probability.flatten(0, 1)[valid]
@@ -272,21 +274,21 @@ class MaskingModules(nn.Module):
         """
         if self.config.attention == "none":
             return {}
-        heads, tossed = self.shapes[index].heads, self.config.noise and self.noise
+        heads, noisy = self.shapes[index].heads, self.config.noise and self.noise
         with torch.autocast(x_BLD.device.type, enabled=False):
             static = self.static_logits(index)[heads.size :]
             s_0 = heads.paired(self._dimensions(static, self.noise))
-            deployed = heads.paired(self._dimensions(static, tossed))
+            deployed = heads.paired(self._dimensions(static, noisy))
             logits = self.head_logits(index, x_BLD)
             s_t = self._dimensions(logits, self.noise)
-            s_TA = s_t if tossed == self.noise else self._dimensions(logits, tossed)
+            s_TA = s_t if noisy == self.noise else self._dimensions(logits, noisy)
             s_TA = s_TA.flatten(0, -2)[self.valid_T]
             if self.kept is not None:
                 self.kept.setdefault(index, []).append(logits.flatten(0, -2)[self.valid_T])
             widths_T = s_TA.sum(-1)
             self.measured[index, "mha"] = {
                 "qk": deployed.sum(),
-                "vo": widths_T.max() if tossed else widths_T.mean(),
+                "vo": widths_T.max() if noisy else widths_T.mean(),
                 "union": union(s_TA),
             }
             return {

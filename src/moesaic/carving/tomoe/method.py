@@ -420,7 +420,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         hold = "hold copies of" if config.materialize else "share"
         runs = f"The feed-forward networks of {where} are {number(config.experts)} experts each"
         attention = _attention(decision)
-        attention += " Choices are tossed, as they were in training." * config.noise
+        attention += " Tokens choose at random, as in training." * config.noise
         return Summary(
             carved_clause(config, training["active"] if active is None else active),
             f"{runs}, which {hold} the original's neurons, and each token runs one. {attention} "

@@ -42,13 +42,15 @@ class SkipConfig(MethodConfig):
 
     quantile: float = option(
         0.5,
-        "The quantile of the ratio of weights that beta is; 0.5 is the paper's median.",
+        "Beta is this quantile of the ratios of weights; 0.5 is the paper's median.",
         minimum=0,
         maximum=1,
         idle=(0, "skips nothing"),
     )
     calls: float | None = option(
-        None, "The mean number of experts that a token should run, instead.", minimum=1
+        None,
+        "Mean number of experts that a token should run, in place of a quantile.",
+        minimum=1,
     )
     rule: Literal["auto", "top2", "tail"] = option(
         "auto",

@@ -205,7 +205,7 @@ class FewerExperts(LayerMethod[TopKConfig, MoEArch, int]):
     """
 
     ratio = "active"
-    words = "Trying fewer experts"
+    words = "Setting experts per token"
     needs = ()
 
     def find(self, config: Config) -> MoEArch:

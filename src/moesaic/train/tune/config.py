@@ -42,7 +42,7 @@ class TuneConfig(MethodConfig):
     train: str = option(
         "",
         "Text to train on: as for calibration; rows with a question and an answer are trained on "
-        "the answer only. A mix needs steps. Default: ships.",
+        "the answer only. A mix needs steps. Default: text that ships.",
         parse="text",
     )
     teacher: str = option(
