@@ -174,11 +174,11 @@ def apply(
         raise MoesaicError("The plan names no base: it was made from a loaded model.")
     with on_disk(base or steps[0].base.name, None, revision, token) as name:
         source = resolve(name)
-        own, routing = source.fingerprint, ("", routing_in(source.config))
+        own, routing = source.fingerprint, routing_in(source.config)
         done = [  # the source may have been made by some of the steps
             number
             for number, step in enumerate(steps)
-            if step.base.weights == own and step.base.routing in routing
+            if step.base.weights == own and step.base.routing == routing
         ]
         with whole_folder(out, overwrite, [source.name, *read]) as folder:
             for number in range(max(done, default=0), len(steps)):

@@ -59,7 +59,7 @@ def check_base(plan: Plan, model: Model, arch: Arch) -> None:
         raise MoesaicError(
             f"The plan was made for {_described(plan.base)}; this is {_described(shape)}."
         )
-    if plan.base.routing not in ("", shape.routing):
+    if plan.base.routing != shape.routing:
         raise MoesaicError(
             f"The plan was made for {plan.base.name or 'a model'} of the same shape that skips "
             "experts otherwise, or of which other layers were changed."

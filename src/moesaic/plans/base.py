@@ -125,6 +125,8 @@ class Sizes:
         return 8 * self.hidden_size + self.width * max(1, self.experts)
 
 
+NO_EXPERTS = torch.empty(0, dtype=torch.int64, device="cpu")
+"""Empty list of routed experts."""
 PADDING = -1
 """Index that marks an empty place in a list of indices; the place is filled with zeros."""
 

@@ -22,6 +22,7 @@ from moesaic.errors import MoesaicError, quote
 from moesaic.modules.blocks import CondensedFFN, Nothing, PassThrough, shapes
 from moesaic.modules.running import LayerTokens
 from moesaic.plans.base import (
+    NO_EXPERTS,
     Description,
     Header,
     LayerPlan,
@@ -234,9 +235,6 @@ def _empty_projection(arch: Arch, state: State) -> Tensor:
     like = reader if stored is None else state.read(stored)
     return torch.empty(0, reader.shape[1], dtype=like.dtype, device=like.device)
 
-
-NO_EXPERTS = torch.empty(0, dtype=torch.int64, device="cpu")
-"""Empty list of routed experts."""
 
 NO_FFN = CondensedLayer(NO_EXPERTS, torch.empty(0, device="cpu"), 0, shared=False)
 """Plan of a layer whose whole FFN block is removed: Layer Drop."""

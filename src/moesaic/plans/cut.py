@@ -27,14 +27,22 @@ from moesaic.io.naming import expert_number, renumbered
 from moesaic.modules.blocks import DOWN_ROWS, RULES, UP_ROWS, flat, make_skipping, make_uneven
 from moesaic.modules.running import LayerTokens, always_routing
 from moesaic.plans import neurons
-from moesaic.plans.base import PADDING, Description, Header, LayerPlan, Sizes, State, check_numbers
+from moesaic.plans.base import (
+    NO_EXPERTS,
+    PADDING,
+    Description,
+    Header,
+    LayerPlan,
+    Sizes,
+    State,
+    check_numbers,
+)
 from moesaic.plans.recovery import Ridge, joint_bytes, refitted_down, refitted_downs
 from moesaic.types import JSON
 
 DOWN, GATE_UP = "down_proj", "gate_up_proj"
 ROWS = 1 << 14
 """Rows of a table processed at a time."""
-_NO_EXPERTS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ class CutLayer(LayerPlan):
     @property
     def experts(self) -> Tensor:
         """Original experts that are kept, int64, padding left out; empty of a dense FFN."""
-        kept_E = _NO_EXPERTS if self.kept_E is None else self.kept_E
+        kept_E = NO_EXPERTS if self.kept_E is None else self.kept_E
         return kept_E[kept_E != PADDING]
 
     @property

@@ -34,8 +34,8 @@ from moesaic.metrics.score import model_size
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Plan, Progress
-from moesaic.plans.base import LayerPlan
-from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer, DroppedLayer, cache_leaders
+from moesaic.plans.base import NO_EXPERTS, LayerPlan
+from moesaic.plans.condensed import NO_FFN, CondensedLayer, DroppedLayer, cache_leaders
 from moesaic.record import Figure, LayerRecord, Row
 from moesaic.surgery import applied_bytes
 from moesaic.types import JSON, Config

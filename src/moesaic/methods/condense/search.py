@@ -68,7 +68,8 @@ from moesaic.methods.prune.config import random_scores
 from moesaic.modules.running import SpilledList
 from moesaic.observation.changes import Metric, branches, layer_replacement, window_sums
 from moesaic.observation.stream import Block, LayerStream, valid
-from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer, DroppedLayer
+from moesaic.plans.base import NO_EXPERTS
+from moesaic.plans.condensed import NO_FFN, CondensedLayer, DroppedLayer
 from moesaic.plans.recovery import significantly_worse
 from moesaic.types import JSON
 
