@@ -13,7 +13,7 @@ from moesaic.arch.lookup import base_arch, dense_arch, moe_arch
 from moesaic.errors import MoesaicError
 from moesaic.hub import SAME
 from moesaic.io import models
-from moesaic.io.models import SHAPES, shape_of, skeleton
+from moesaic.io.models import SKELETONS, skeleton, skeleton_of
 from moesaic.plans.cut import CutLayer
 
 
@@ -81,17 +81,17 @@ def test_looking_a_config_up_leaves_it_and_its_models_alone():
 def test_a_shape_is_made_once_and_leaves_its_config_alone():
     """Of each size and type one; those that were not asked for lately are forgotten."""
     config = tiny_config("llama")
-    first, narrow = shape_of(config), shape_of(config, torch.bfloat16)
-    assert shape_of(tiny_config("llama")) is first
+    first, narrow = skeleton_of(config), skeleton_of(config, torch.bfloat16)
+    assert skeleton_of(tiny_config("llama")) is first
     assert config.dtype != torch.bfloat16
     assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
     wanted = {n: t.shape for n, t in skeleton(tiny_config("llama")).state_dict().items()}
     assert {n: t.shape for n, t in first.state_dict().items()} == wanted
-    for width in range(SHAPES):
-        other = shape_of(tiny_config("llama", intermediate_size=8 + 8 * width))
+    for width in range(SKELETONS):
+        other = skeleton_of(tiny_config("llama", intermediate_size=8 + 8 * width))
         assert other.config.intermediate_size == 8 + 8 * width
-        assert shape_of(config) is first
-    assert shape_of(config, torch.bfloat16) is not narrow
+        assert skeleton_of(config) is first
+    assert skeleton_of(config, torch.bfloat16) is not narrow
 
 
 def test_a_config_says_how_wide_the_shared_path_is(moe):

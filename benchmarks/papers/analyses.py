@@ -24,7 +24,7 @@ from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.carving.tomoe.masks import MaskingModules
 from moesaic.carving.tomoe.student import layer_shapes
 from moesaic.data.text import evaluation_tokens
-from moesaic.io.models import shape_of
+from moesaic.io.models import skeleton_of
 from moesaic.io.names import RECORD, our_path
 from moesaic.io.source import resolve
 from moesaic.metrics.evaluate import evaluate
@@ -241,7 +241,7 @@ def routed(folder: str, prompt: str, device: str = "cpu") -> JSON:
 
 def modules(model: str, experts: int) -> JSON:
     """Tab. 8: what trains, and what the result keeps, by App. A.1's formula and counted."""
-    skeleton = shape_of(resolve(model).config)
+    skeleton = skeleton_of(resolve(model).config)
     shapes = layer_shapes(skeleton, dense_arch(skeleton.config))
     masking = MaskingModules(ToMoEConfig(experts=int(experts)), shapes)
     counts: Counter[str] = Counter()

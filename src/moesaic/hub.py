@@ -35,14 +35,14 @@ from moesaic.arch.lookup import PLAIN, architectures, base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import how_to_install
 from moesaic.io.checkpoint import align, extend
-from moesaic.io.models import HEADLESS, predicts_tokens, shape_of
+from moesaic.io.models import HEADLESS, predicts_tokens, skeleton_of
 from moesaic.io.naming import leave_out, register_conversions
 from moesaic.io.quantised import QUANTIZATION
 from moesaic.io.source import check_loaded, language_model, resolve, source_or_model
 from moesaic.io.trust import pretrained, reading
 from moesaic.plan import Plan
 from moesaic.plans.base import KINDS
-from moesaic.surgery import converted_shape, headers_of, install, sizes
+from moesaic.surgery import converted_skeleton, headers_of, install, sizes
 from moesaic.types import JSON, Config, MadeModel, Model, Named, Tokenizer, at_home
 
 STUB_NAME = "modeling_moesaic.py"
@@ -262,10 +262,10 @@ def native_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
 
 def _holds(config: Config, arch: Arch, plan: Plan, changes: JSON) -> bool:
     """Return True if a base's class, with a changed config, has the tensors of a plan's result."""
-    base, layers = arch.layers(shape_of(config)), _layers(config, arch, changes)
+    base, layers = arch.layers(skeleton_of(config)), _layers(config, arch, changes)
     plans = (plan.layers.get(i) for i in range(len(base)))
     return layers is not None and all(
-        sizes(layer) == sizes(old if new is None else converted_shape(old, arch, new))
+        sizes(layer) == sizes(old if new is None else converted_skeleton(old, arch, new))
         for layer, old, new in zip(layers, base, plans, strict=True)
     )
 
@@ -276,7 +276,7 @@ def _layers(config: Config, arch: Arch, changes: JSON) -> nn.ModuleList | None:
     try:
         for name, value in changes.items():
             setattr(twin, name, value)
-        return arch.layers(shape_of(twin))
+        return arch.layers(skeleton_of(twin))
     except (StrictDataclassError, TypeError, ValueError):
         return None
 

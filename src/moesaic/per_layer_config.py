@@ -18,7 +18,7 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import PLAIN, plain_config
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
-from moesaic.io.models import shape_of
+from moesaic.io.models import skeleton_of
 from moesaic.types import JSON, Config
 
 LISTED = ("moe_intermediate_size", "intermediate_size", "num_experts_per_tok")
@@ -35,7 +35,7 @@ def write_per_layer_config(config: Config, arch: Arch) -> None:
     """
     take_back(config)
     plain = plain_config(config, arch.model_type)
-    before, now = (arch.layers(shape_of(c)) for c in (plain, config))
+    before, now = (arch.layers(skeleton_of(c)) for c in (plain, config))
     counts = {arch.experts_in(layer) for layer in now} - {0}
     if len(counts) > 1 or [*map(_modules, before)] != [*map(_modules, now)]:
         return

@@ -28,7 +28,7 @@ from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError, printable
 from moesaic.exports import export
 from moesaic.io.checkpoint import IN_MEMORY, ShardWriter, cast, model_fingerprint
-from moesaic.io.models import dtype_by_name, shape_of, untouched
+from moesaic.io.models import dtype_by_name, skeleton_of, untouched
 from moesaic.io.names import (
     CARD,
     PAGE,
@@ -322,14 +322,14 @@ class Result(MadeModel):
     # --- its record ------------------------------------------------------------------------------
 
     @property
-    def shape(self) -> Model:
+    def skeleton(self) -> Model:
         """Model of the result, or a skeleton of it on the meta device."""
         if self.decision.trained is not None or not self.job.on_disk:
             return self.model
         assert self.plan is not None
         config = copy.deepcopy(self.job.original.config)
         hub.convert_config(config, self.job.arch, self.plan)
-        return shape_of(config)
+        return skeleton_of(config)
 
     def record(
         self, model: str, out: str, *, earlier: Record | None = None, measured: Values | None = None
@@ -342,16 +342,16 @@ class Result(MadeModel):
             earlier: the record of the steps before this one.
             measured: what was measured of the result beside its original.
         """
-        shape = self.shape
+        skeleton = self.skeleton
         before = {} if earlier is None else {layer.index: layer for layer in earlier.layers}
-        uses = model_size(shape).layers
+        uses = model_size(skeleton).layers
         this_step = [self._layer(i, use) for i, use in enumerate(uses)]
         layers = [self._after(layer, before.get(layer.index)) for layer in this_step]
         step = replace(
             self._step(layers, measured or {}),
             figures=tuple(self.method.figures(this_step, self.decision)),
         )
-        model_type = str(shape.config.model_type)
+        model_type = str(skeleton.config.model_type)
         return Record(
             model=model,
             out=out,
@@ -452,10 +452,10 @@ class Result(MadeModel):
         """Return sizes and layers, which a record without measurements does not show."""
         if record.measured:
             return []
-        size, job = model_size(self.shape), self.job
+        size, job = model_size(self.skeleton), self.job
         before = ""
         if not job.args.inplace:
-            original = shape_of(job.original.config) if job.on_disk else job.original
+            original = skeleton_of(job.original.config) if job.on_disk else job.original
             before = f" (before: {model_size(original).total_parameters:,})"
         lines = [
             f"{size.total_parameters:,} parameters{before}, of which a token uses "
@@ -622,7 +622,7 @@ def save_applied(
     """
     config = copy.deepcopy(source.config)
     arch = base_arch(config)
-    model = shape_of(config, dtype)
+    model = skeleton_of(config, dtype)
     check_base(plan, model, arch)
     _check_weights(plan, source)
     naming = source.naming
@@ -646,7 +646,7 @@ def save_applied(
     if not outline:  # what a plan asks for may be no model
         clean_tokenizer(source.folder, folder)
         result = Source("What the plan makes", folder)
-        result.naming.check(shape_of(result.config))
+        result.naming.check(skeleton_of(result.config))
 
 
 # --- the hub -------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from moesaic.config import ExportArgs, MethodConfig, RunArgs, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.hub import convert_config
 from moesaic.io.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
-from moesaic.io.models import shape_of, sizes_in, working_type
+from moesaic.io.models import sizes_in, skeleton_of, working_type
 from moesaic.io.names import check_name
 from moesaic.io.source import Source, headers_of_model, resolve, source_or_model
 from moesaic.methods import implementation
@@ -117,10 +117,10 @@ def peak_memory(recipe: Recipe, steps: Sequence[Step], result: Skeleton) -> int:
 
 def _held(job: Job[Arch], outline: Outline) -> int:
     layers = [sum(sizes_in(layer, job.working_type)) for layer in job.layers]
-    every = sum(sizes_in(job.shape, job.working_type))
+    every = sum(sizes_in(job.skeleton, job.working_type))
     if outline.trained:
         return every + OF_TRAINING * outline.trained
-    weight = job.shape.get_input_embeddings().weight
+    weight = job.skeleton.get_input_embeddings().weight
     item = (job.working_type or weight.dtype).itemsize
     hidden, tokens = weight.shape[1], job.planned_tokens
     states = 2 * tokens * hidden * item  # into a layer, and out of it
@@ -173,7 +173,7 @@ def inspect(model: Named, *, revision: str | None = None, token: str | bool | No
             check_name(name)
             local = Path(at_home(name)).is_dir()
             opened = resolve(name) if local else headers_of_model(name, Path(folder), *at)
-            size = model_size(shape_of(opened.config))
+            size = model_size(skeleton_of(opened.config))
             if any(os.path.lexists(opened.folder / name) for name in (SINGLE_NAME, INDEX_NAME)):
                 Checkpoint(opened.folder)  # a missing or damaged file is reported
         else:
@@ -214,7 +214,7 @@ class Skeleton:
         stored = source.checkpoint.tensor_bytes()
         if dtype is not None:
             arch = base_arch(source.config)
-            nothing = Plan("", base_shape(shape_of(source.config), arch), {})
+            nothing = Plan("", base_shape(skeleton_of(source.config), arch), {})
             headers = replace(source, headers_only=True)
             stored = applied_bytes(headers, arch, nothing, {}, dtype)
         return cls(source.config, dtype, stored=stored)
@@ -222,7 +222,7 @@ class Skeleton:
     @cached_property
     def model(self) -> Model:
         """Skeleton on the meta device."""
-        return shape_of(self.config, self._dtype)
+        return skeleton_of(self.config, self._dtype)
 
     @cached_property
     def size(self) -> Size:
@@ -316,7 +316,7 @@ class RecipeSizes:
         (folder / "original").mkdir()
         self._known: dict[str, Any] = {}
         """Results of methods that are called once, or messages of errors."""
-        self._shapes: dict[Path, Model] = {}
+        self._skeletons: dict[Path, Model] = {}
         self._source = headers_of_model(recipe.model, folder / "original")
 
     def of(self, steps: Steps) -> ResultSize | None:
@@ -373,12 +373,12 @@ class RecipeSizes:
             source, exact = before.result, before.exact
         method, dtype = implementation(steps[-1]), parse_dtype(recipe.dtype)
         args = RunArgs(source, recipe.calibration, device=recipe.device, dtype=dtype)
-        shape = self._shapes.get(source.folder)
+        shape = self._skeletons.get(source.folder)
         job: Job[Arch] = Job(args, method.find, steps[-1].window, shape)
         for _ in method.resolve_defaults(job):
             pass  # the run itself prints them
         outline = method.outline(job)
-        self._shapes[source.folder] = job.shape
+        self._skeletons[source.folder] = job.skeleton
         return source, job, outline, exact and outline.exact
 
 

@@ -19,7 +19,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError, quote
 from moesaic.io.checkpoint import Value, cast
-from moesaic.io.models import dtype_by_name, shape_of
+from moesaic.io.models import dtype_by_name, skeleton_of
 from moesaic.io.naming import Naming, is_mtp, language
 from moesaic.io.source import Source, warn_of_unplaced
 from moesaic.io.trust import reading
@@ -205,7 +205,7 @@ def converted_copy(layer: nn.Module, arch: Arch, plan: LayerPlan) -> Iterator[nn
         yield layers[0]
 
 
-def converted_shape(layer: nn.Module, arch: Arch, plan: LayerPlan) -> nn.Module:
+def converted_skeleton(layer: nn.Module, arch: Arch, plan: LayerPlan) -> nn.Module:
     """Return a copy of a decoder layer on the meta device with the modules of a plan."""
     layers = nn.ModuleList([copy.deepcopy(layer).to("meta")])
     plan.install(layers, 0, arch, plan.header())
@@ -339,7 +339,7 @@ def applied(
         changed: the config's changed attributes; None if the result has a class of our own.
         dtype: floating-point type; None for the source's own.
     """
-    naming, model = source.naming, shape_of(source.config, dtype)
+    naming, model = source.naming, skeleton_of(source.config, dtype)
     mtp = mtp_fate(naming, arch, plan, changed) != "left_out"
     types = {} if dtype is None else {"dtype": dtype_by_name(model)}
     alone = changed is None and source.beside

@@ -31,7 +31,7 @@ from moesaic.arch.routing import (
     shallow_copy,
 )
 from moesaic.errors import MoesaicError
-from moesaic.io.models import shape_of
+from moesaic.io.models import skeleton_of
 from moesaic.types import JSON, Config, Model
 
 ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
@@ -99,7 +99,7 @@ def discover(config: Config) -> Arch:
         if len(_CACHE) > MOST:
             _CACHE.clear()
         with torch.device("cpu"):  # a converted model calls this on the meta device
-            _CACHE[key] = of_model(shape_of(config), config)
+            _CACHE[key] = of_model(skeleton_of(config), config)
     return _CACHE[key]
 
 

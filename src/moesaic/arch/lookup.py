@@ -11,7 +11,7 @@ from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.discovery import discover
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
-from moesaic.io.models import predicts_tokens, shape_of
+from moesaic.io.models import predicts_tokens, skeleton_of
 from moesaic.io.quantised import format_of, quantization_of
 from moesaic.registry import Registry
 from moesaic.types import Config
@@ -115,7 +115,7 @@ def dense_arch(config: Config) -> Arch:
         raise MoesaicError(
             f"{config.model_type} is already a mixture of experts; carve takes a dense model."
         )
-    ffn = arch.ffn_of(arch.layers(shape_of(config))[0])
+    ffn = arch.ffn_of(arch.layers(skeleton_of(config))[0])
     beside = [*signature(type(ffn).forward).parameters.values()][2:]
     many = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     needed = [p.name for p in beside if p.default is p.empty and p.kind not in many]

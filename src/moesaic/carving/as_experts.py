@@ -32,7 +32,7 @@ from moesaic.arch.dense import Arch, DenseFFN, assembled_ffn
 from moesaic.errors import MoesaicError
 from moesaic.exports.native import Export, base_config, head_dim_of, multiple_of_8
 from moesaic.io.checkpoint import Checkpoint, ShardWriter
-from moesaic.io.models import shape_of
+from moesaic.io.models import skeleton_of
 from moesaic.io.source import Source
 from moesaic.plans.base import Header
 from moesaic.surgery import base_shape
@@ -279,7 +279,7 @@ def as_experts(source: Source, arch: Arch, headers: Sequence[Header | None], tar
         MoesaicError: no architecture does; the message names what each lacks.
     """
     config = base_config(source.config, arch)
-    widths = base_shape(shape_of(source.config), arch).widths
+    widths = base_shape(skeleton_of(source.config), arch).widths
     candidates = [t for t in TARGETS if not target or t.model_type == target]
     if not candidates:
         raise MoesaicError(

@@ -45,7 +45,7 @@ from moesaic.exports.quantiser import (
 )
 from moesaic.exports.rounder import Rounder
 from moesaic.io.gguf import FREQUENCIES, SCALARS, attention_scalar
-from moesaic.io.models import shape_of
+from moesaic.io.models import skeleton_of
 from moesaic.io.naming import Naming, is_mtp
 from moesaic.io.outputs import GGUF, check_out_file, put_file, scratch_folder
 from moesaic.io.quantised import quantization_of
@@ -363,7 +363,7 @@ def puzzle_settings(config: Config) -> JSON:
         return {}
     arch = base_arch(config)
     assert isinstance(arch, MoEArch)
-    layers = arch.layers(shape_of(config))
+    layers = arch.layers(skeleton_of(config))
     views = {i: arch.mixture(layer) for i, layer in enumerate(layers) if arch.is_moe(layer)}
     shared = config.moe_shared_expert_intermediate_size
     if any(view.shared_width != shared for view in views.values()):

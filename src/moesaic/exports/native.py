@@ -28,7 +28,7 @@ from moesaic.errors import MoesaicError
 from moesaic.exports import run_script
 from moesaic.hub import write_config
 from moesaic.io.checkpoint import ShardWriter, Value
-from moesaic.io.models import path_of, shape_of
+from moesaic.io.models import path_of, skeleton_of
 from moesaic.io.naming import language, leave_out
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.quantised import quantization_of
@@ -135,7 +135,7 @@ def check_embedding(source: Source) -> None:
     Raises:
         MoesaicError: names the tensor that is not there.
     """
-    model = shape_of(source.config)
+    model = skeleton_of(source.config)
     name = f"{path_of(model, model.get_input_embeddings())}.weight"
     if name not in source.naming.in_memory.values():
         raise MoesaicError(
@@ -255,7 +255,7 @@ def narrow_export(
     """
     if target not in ("", arch.model_type):
         raise MoesaicError(f"Without experts it is exported as {arch.model_type}, not {target}.")
-    shape = surgery.base_shape(shape_of(source.config), arch)
+    shape = surgery.base_shape(skeleton_of(source.config), arch)
     config = base_config(source.config, arch)
     config.intermediate_size = width = max(shape.widths)
     layers = {i: _widened(n, width) for i, n in enumerate(shape.widths) if n < width}
@@ -287,7 +287,7 @@ class _Reduced:
     ) -> None:
         self.source, self.arch = source, arch
         self.config = base_config(source.config, arch)
-        model = shape_of(source.config)
+        model = skeleton_of(source.config)
         self.layers = arch.layers(model)
         self.shape = surgery.base_shape(model, arch)
         drop = {i for i, stack in stacks.items() if any(KINDS[h["kind"]].removes(h) for h in stack)}
@@ -395,10 +395,10 @@ class _Reduced:
                 setattr(trial, name, self.width)
         layers = {i: self.layers[i] for i in self.numbers}
         for i, plan in self.plans.items():
-            layers[i] = surgery.converted_shape(layers[i], self.arch, plan)
+            layers[i] = surgery.converted_skeleton(layers[i], self.arch, plan)
         shapes = [*map(surgery.sizes, layers.values())]
         for config in configs:
-            if [*map(surgery.sizes, self.arch.layers(shape_of(config)))] == shapes:
+            if [*map(surgery.sizes, self.arch.layers(skeleton_of(config)))] == shapes:
                 return config
         raise MoesaicError(
             f"The class of {self.arch.model_type} has no layers of these sizes: "
@@ -408,7 +408,7 @@ class _Reduced:
 
     def write(self, writer: ShardWriter) -> None:
         """Write the model, padded and with new layer numbers."""
-        model, naming = shape_of(self.source.config), self.source.naming
+        model, naming = skeleton_of(self.source.config), self.source.naming
         starts = {
             disk.partition(f".{number[1]}.")[0] + "."
             for disk, name in naming.in_memory.items()

@@ -43,7 +43,7 @@ from moesaic.exports.allocation import (
 )
 from moesaic.exports.quantiser import WHOLE
 from moesaic.io.checkpoint import exact_copy
-from moesaic.io.models import path_of, shape_of
+from moesaic.io.models import path_of, skeleton_of
 from moesaic.io.source import Source
 from moesaic.observation.changes import (
     PRICED_AT_ONCE,
@@ -294,7 +294,7 @@ class Rounder:
         Raises:
             MoesaicError: of a tensor of the file no matrix of the model is known.
         """
-        shape = shape_of(self.source.config)
+        shape = skeleton_of(self.source.config)
         layers = self.arch.layers(shape)
         parts = {BEFORE: shape, **dict(enumerate(layers)), len(layers): shape}
         found = {name: place for place, part in parts.items() for name in self._held(part, place)}

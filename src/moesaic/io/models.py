@@ -44,9 +44,9 @@ ROOM = 1 << 28
 """Largest number of values of one buffer: a gigabyte in float32."""
 PARAMETERS = 500_000
 """Largest number of tensors of a model: five times those of the known one with most experts."""
-SHAPES = 8
-"""Number of skeletons that :func:`shape_of` caches."""
-_SHAPES: dict[str, Model] = {}
+SKELETONS = 8
+"""Number of skeletons that :func:`skeleton_of` caches."""
+_SKELETONS: dict[str, Model] = {}
 
 
 def dtype_by_name(model: Model) -> Callable[[str], torch.dtype]:
@@ -66,7 +66,7 @@ def path_of(model: Model, module: nn.Module) -> str:
     return next(name for name, other in model.named_modules() if other is module)
 
 
-def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
+def skeleton_of(config: Config, dtype: torch.dtype | None = None) -> Model:
     """Return the cached skeleton of a config (no values), which must not be run or changed.
 
     Args:
@@ -78,13 +78,13 @@ def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
     """
     dtype = dtype or config.dtype or torch.get_default_dtype()
     key = f"{type(config).__name__} {dtype} {config.to_json_string(use_diff=False)}"
-    model = _SHAPES.pop(key, None)
+    model = _SKELETONS.pop(key, None)
     if model is None:
         with torch.device("cpu"):  # a converted model asks while it is made on the meta device
             model = skeleton(config, dtype, bare=True)
-    while len(_SHAPES) >= SHAPES:
-        del _SHAPES[next(iter(_SHAPES))]
-    _SHAPES[key] = model
+    while len(_SKELETONS) >= SKELETONS:
+        del _SKELETONS[next(iter(_SKELETONS))]
+    _SKELETONS[key] = model
     return model
 
 
@@ -156,7 +156,7 @@ def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = Fals
         config: of the model.
         dtype: floating-point type; None for the config's own.
         bare: buffers are not initialised either, which takes half the time; such a model cannot
-            be run. :func:`shape_of` caches these.
+            be run. :func:`skeleton_of` caches these.
 
     Raises:
         MoesaicError: there is no such model.

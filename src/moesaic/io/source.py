@@ -52,7 +52,7 @@ from moesaic.io.checkpoint import (
     write_shard,
 )
 from moesaic.io.gguf import folder_of, packaged_file
-from moesaic.io.models import path_of, predicts_tokens, shape_of
+from moesaic.io.models import path_of, predicts_tokens, skeleton_of
 from moesaic.io.names import (
     FOLDER,
     NAMES,
@@ -159,7 +159,7 @@ class Source:
         plain = config.get_text_config() is config and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         if not (odd and plain):
             return
-        names = {*shape_of(config).state_dict()}
+        names = {*skeleton_of(config).state_dict()}
         own = {*read_as(config.model_type, odd).values(), *odd}
         if not names & {*own, *(f"model.{name}" for name in own)}:
             raise MoesaicError(
@@ -170,7 +170,7 @@ class Source:
 
     def _check_parts(self, config: Config, text: Config) -> None:
         """Refuse a multimodal model if names of its language model's tensors are not known."""
-        model = shape_of(text)
+        model = skeleton_of(text)
         embedding = f"{path_of(model, model.get_input_embeddings())}.weight"
         naming = Naming(self.checkpoint, text.model_type, model.state_dict())
         if embedding not in naming.in_memory.values():
@@ -220,7 +220,9 @@ class Source:
     @cached_property
     def naming(self) -> Naming:
         """Names of the tensors, on disk and in memory."""
-        return Naming(self.checkpoint, self.config.model_type, shape_of(self.config).state_dict())
+        return Naming(
+            self.checkpoint, self.config.model_type, skeleton_of(self.config).state_dict()
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -290,7 +292,7 @@ class Source:
         config = copy.deepcopy(self.config)
         if quantization_of(config):
             del config.quantization_config
-        names = shape_of(config).state_dict()
+        names = skeleton_of(config).state_dict()
         named = Naming(checkpoint, config.model_type, names).in_memory
         expected = names if self.beside else named.values()
         weights = {
@@ -563,7 +565,7 @@ def _of_config(name: str, path: Path, folder: Path) -> Source:
     check_links(path)
     copy_side_files(path, folder, "*.json")
     config = Source(name, folder).config
-    model = shape_of(config, config.dtype or torch.float32)
+    model = skeleton_of(config, config.dtype or torch.float32)
     tied = {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     first = {n: p for n, p in model.state_dict(keep_vars=True).items() if tied.get(id(p), n) == n}
     size = sum(tensor.nbytes for tensor in first.values())

@@ -134,7 +134,7 @@ class Method(ABC, Generic[C, A]):
     def outline(self, job: Job[A]) -> Outline:
         """Return the shape of what :meth:`run` will make, and the memory that it needs.
 
-        Reads only headers: ``job.shape`` is a skeleton on the meta device, ``job.tokens`` is not
+        Reads only headers: ``job.skeleton`` is a skeleton on the meta device, ``job.tokens`` is not
         used.
 
         Raises:

@@ -23,7 +23,7 @@ from moesaic.data.sources import wanted_tasks
 from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError, quote
-from moesaic.io.models import leaves_untouched, shape_of, sizes_in, working_type
+from moesaic.io.models import leaves_untouched, sizes_in, skeleton_of, working_type
 from moesaic.io.names import RECORD, our_path
 from moesaic.io.source import Source, source_or_model, tokenizer_of
 from moesaic.io.trust import mapping_of
@@ -374,7 +374,7 @@ def _check_rows(used: Iterable[RowRange], tokens: Tokens, name: str) -> None:
 def have_room(sources: Collection[Source], device: str, dtype: torch.dtype | None) -> bool:
     """Return True if a device has room for all of these models at once."""
     types = ((source.config, working_type(source.config, dtype, device)) for source in sources)
-    need = sum(sum(sizes_in(shape_of(config), kind)) for config, kind in types)
+    need = sum(sum(sizes_in(skeleton_of(config), kind)) for config, kind in types)
     return ROOM * need <= free_bytes(device)
 
 

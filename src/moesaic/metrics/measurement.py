@@ -19,7 +19,7 @@ from moesaic.data.text import LENGTH, Tokens, evaluation_tokens, positions
 from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError
 from moesaic.hub import on_disk
-from moesaic.io.models import shape_of, working_type
+from moesaic.io.models import skeleton_of, working_type
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.evaluate import ScoredModels, have_room, label_with, with_tasks
 from moesaic.metrics.forward import InMemory
@@ -272,7 +272,7 @@ def bench(
             live = {n: partial(one_round, sources[n].load(device, types[n])) for n in loading}
             speeds |= interleaved(live, prompt, new_tokens, settings.rounds, track)
             live.clear()
-        active = {name: _active(shape_of(source.config)) for name, source in sources.items()}
+        active = {name: _active(skeleton_of(source.config)) for name, source in sources.items()}
         measured: dict[str, JSON] = {
             name: {
                 **speeds[name].as_json(),

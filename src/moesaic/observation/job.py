@@ -31,7 +31,7 @@ from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import model_fingerprint
 from moesaic.io.formats import Format
-from moesaic.io.models import check_live, shape_of, working_type
+from moesaic.io.models import check_live, skeleton_of, working_type
 from moesaic.io.naming import Naming, mtp_layers
 from moesaic.io.quantised import QuantisedCheckpoint
 from moesaic.io.source import Source, source_or_model, tokenizer_of
@@ -55,7 +55,7 @@ class Job(Generic[A_co]):
         args: the request.
         find: returns the architecture of a model's config, or refuses the model.
         length: tokens of a calibration window, unless the request sets it.
-        shape: a skeleton of the model, if there is one already.
+        skeleton: of the model, if there is one already.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Job(Generic[A_co]):
         args: RunArgs,
         find: Callable[[Config], A_co],
         length: int = 256,
-        shape: Model | None = None,
+        skeleton: Model | None = None,
     ) -> None:
         self.args = args
-        if shape is not None:
-            self.shape = shape
+        if skeleton is not None:
+            self.skeleton = skeleton
         self.dtype, self.track = args.dtype, args.track
         model = args.model
         self.original: Model = source_or_model(model, args.revision, args.token)
@@ -186,7 +186,7 @@ class Job(Generic[A_co]):
         return (calibration.samples or SAMPLES) * (calibration.length or self._length)
 
     @cached_property
-    def shape(self) -> Model:
+    def skeleton(self) -> Model:
         """Model, or a skeleton of it on the meta device.
 
         Raises:
@@ -194,14 +194,14 @@ class Job(Generic[A_co]):
         """
         if not self.on_disk:
             return self.original
-        model = shape_of(self.original.config)
+        model = skeleton_of(self.original.config)
         self.naming.check(model)
         return model
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Decoder layers of :attr:`shape`."""
-        return self.arch.layers(self.shape)
+        """Decoder layers of :attr:`skeleton`."""
+        return self.arch.layers(self.skeleton)
 
     @property
     def naming(self) -> Naming:
@@ -231,7 +231,7 @@ class Job(Generic[A_co]):
         original = self.original
         weights = original.fingerprint if self.on_disk else model_fingerprint(original)
         name = original.name if self.on_disk else str(original.config._name_or_path)
-        shape = base_shape(self.shape, self.arch)
+        shape = base_shape(self.skeleton, self.arch)
         return replace(shape, weights=weights, name=name, dtype=str(self._type))
 
     @property

@@ -172,7 +172,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         """Split the FFNs and train; comparisons are trained when their models are loaded."""
         config, args = self.config, job.args
         variants = {"": self, **self.compared(args.compare)}
-        sizes = layer_sizes(job.shape, job.arch)
+        sizes = layer_sizes(job.skeleton, job.arch)
         plans = {
             name: Plan(config.name, job.base, dict(method.start(sizes)), asdict(method.config))
             for name, method in variants.items()
@@ -219,9 +219,9 @@ class DSMoE(DenseMethod[DSMoEConfig]):
     def outline(self, job: Job[Arch]) -> Outline:
         """Return the shape of the model before training."""
         config = self.config
-        sizes = layer_sizes(job.shape, job.arch)
+        sizes = layer_sizes(job.skeleton, job.arch)
         self.target(sizes)
-        count = sum(p.numel() for p in job.shape.parameters())
+        count = sum(p.numel() for p in job.skeleton.parameters())
         return Outline(
             Plan(config.name, job.base, dict(self.start(sizes)), asdict(config)), trained=count
         )

@@ -58,7 +58,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
     needs = ("tokens", "calls_E", *OWN)
 
     def sizes(self, job: Job[Arch]) -> dict[int, list[Split]]:
-        return {i: [split] for i, split in self.choose(layer_sizes(job.shape, job.arch)).items()}
+        return {i: [split] for i, split in self.choose(layer_sizes(job.skeleton, job.arch)).items()}
 
     def tag(self, size: Split) -> str:
         return f"{size.backbone}-{size.experts}x{size.petal}"
@@ -74,7 +74,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         if not self.config.share and not self.config.multiple:
             return {}
         widths = {i: next(iter(of_layer)).active_width for i, of_layer in losses.items()}
-        return {"active": active_ratio(layer_sizes(job.shape, job.arch), widths)}
+        return {"active": active_ratio(layer_sizes(job.skeleton, job.arch), widths)}
 
     def _outlined(self, width: int, hidden: int, budget: Split) -> LayerPlan:
         """Return a layer's plan of the final size, with its neurons in their old order."""

@@ -369,7 +369,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         Raises:
             MoesaicError: the active ratio is out of reach, for the result or a comparison.
         """
-        shapes = layer_shapes(job.shape, job.arch)
+        shapes = layer_shapes(job.skeleton, job.arch)
         least = least_ratio(shapes, self.config.attention)
         if self.config.active < least:
             kept = "; attention='routed' reaches lower" * (self.config.attention == "none")
@@ -379,7 +379,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
                 f"{least:.3f}{kept}."
             )
         for name in job.args.compare:
-            _baseline(name, self.config.active).choose(layer_sizes(job.shape, job.arch))
+            _baseline(name, self.config.active).choose(layer_sizes(job.skeleton, job.arch))
         return shapes
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ from moesaic.arch.dense import hands_on
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.hub import convert_config
-from moesaic.io.models import shape_of, sizes_in
+from moesaic.io.models import sizes_in, skeleton_of
 from moesaic.io.naming import read_as
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Summary, original
@@ -80,7 +80,7 @@ class Target:
         job, config = self.job, copy.deepcopy(self.job.original.config)
         plan = Plan(self.config.name, job.base, self.finish(chosen))
         changed = convert_config(config, job.arch, plan) if chosen else {}
-        model = shape_of(config, job.dtype or next(job.shape.parameters()).dtype)
+        model = skeleton_of(config, job.dtype or next(job.skeleton.parameters()).dtype)
         size = model_size(model)
         if self.headers is not None:
             memory = applied_bytes(self.headers, job.arch, plan, changed, job.dtype)
@@ -393,7 +393,7 @@ def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
         MoesaicError: the request cannot be met.
     """
     arch = job.arch
-    routed = arch.moe_layers(job.shape)
+    routed = arch.moe_layers(job.skeleton)
     unknown = set(config.candidates) - set(routed)
     if unknown:
         raise MoesaicError(

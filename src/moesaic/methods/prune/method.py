@@ -68,7 +68,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
             raise MoesaicError(
                 "progressive follows one criterion: nothing can be decided beside it."
             )
-        arch, model_config = job.arch, job.shape.config
+        arch, model_config = job.arch, job.skeleton.config
         groups = arch.group_count(model_config)
         if config.padding and arch.never is None:
             raise MoesaicError(
@@ -77,7 +77,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
                 f"{arch.model_type}."
             )
         sizes: dict[int, list[int]] = {}
-        for i in arch.moe_layers(job.shape):
+        for i in arch.moe_layers(job.skeleton):
             view = arch.mixture(job.layers[i])
             least = arch.least_experts(view.top_k, model_config)
             keep = config.experts_of(view.count, groups)
@@ -99,7 +99,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     # --- one layer -------------------------------------------------------------------------------
 
     def decide(self, case: LayerCase[MoEArch], sizes: Sequence[int]) -> Decided[int]:
-        groups, stats = case.job.arch.group_count(case.job.shape.config), case.stats
+        groups, stats = case.job.arch.group_count(case.job.skeleton.config), case.stats
         if stats is None and self.needs:
             alike_E = torch.zeros(case.view.count)
             return {
@@ -205,7 +205,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
             return layers
         pruned = cast("Mapping[int, CutLayer]", layers)
         most = max(len(layer.kept) for layer in pruned.values())
-        groups = job.arch.group_count(job.shape.config)
+        groups = job.arch.group_count(job.skeleton.config)
         return {i: layer.padded(most, groups) for i, layer in pruned.items()}
 
     @property

@@ -106,7 +106,7 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         return unskipped(config)
 
     def sizes(self, job: Job[MoEArch]) -> dict[int, list[float | None]]:
-        layers = job.arch.moe_layers(job.shape)
+        layers = job.arch.moe_layers(job.skeleton)
         betas = self.config.betas
         if len(betas) == 1:
             betas = betas * len(layers)
@@ -213,7 +213,7 @@ class FewerExperts(LayerMethod[TopKConfig, MoEArch, int]):
 
     def sizes(self, job: Job[MoEArch]) -> dict[int, Sequence[int]]:
         arch, target = job.arch, self.config.top_k
-        tops = {i: arch.mixture(job.layers[i]).top_k for i in arch.moe_layers(job.shape)}
+        tops = {i: arch.mixture(job.layers[i]).top_k for i in arch.moe_layers(job.skeleton)}
         if arch.chosen is None:
             raise MoesaicError(
                 f"A router of {arch.model_type} runs {span(tops.values())} experts a token, "

@@ -152,7 +152,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         multiple = self._multiple(job)
         if config.uneven:
             self._check_uneven(views)
-        dtype = job.dtype or next(job.shape.parameters()).dtype
+        dtype = job.dtype or next(job.skeleton.parameters()).dtype
         row = ROW // dtype.itemsize if mixture and not config.uneven else 1
         block = job.format.columns if job.format and multiple is None else 0
         sizes: dict[int, list[Size]] = {}
@@ -237,8 +237,8 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         config, count = self.config, view.count
         if config.experts == "all" or not isinstance(view, MoEFFN):
             return [count]
-        least = view.arch.least_experts(view.top_k, job.shape.config)
-        groups = view.arch.group_count(job.shape.config)
+        least = view.arch.least_experts(view.top_k, job.skeleton.config)
+        groups = view.arch.group_count(job.skeleton.config)
         full = -(-config.keep * count // 1)  # the budget in whole experts
         least = max(least, int(full) + -int(full) % groups)
         if config.count is None:
@@ -310,7 +310,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             shape_EM = (view.count, view.width)
             zeros = {"reach_EM": shape_EM, "size_EM": shape_EM, "calls_E": (view.count,)}
             stats = {name: torch.zeros(shape) for name, shape in zeros.items()}
-        arch, config = case.job.arch, case.job.shape.config
+        arch, config = case.job.arch, case.job.skeleton.config
         groups = arch.group_count(config) if isinstance(arch, MoEArch) else 1
         score = SCORES["random"] if case.stats is None else self.config.rule
         seed = self.config.seed * 10_007 + case.index

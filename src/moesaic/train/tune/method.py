@@ -243,7 +243,7 @@ class Tuning(Method[TuneConfig, Arch]):
 
     def outline(self, job: Job[Arch]) -> Outline:
         """Return the unchanged shape, and the number of trainable parameters."""
-        config, model = self.config, job.shape
+        config, model = self.config, job.skeleton
         if config.what == "lora":
             _, chosen = _with_lora(copy.deepcopy(model), config)
         else:
