@@ -35,9 +35,9 @@ def compared(model: str, out: str) -> dict[str, dict[str, object]]:
     prices, plans = search.prices, search.trials.plans(priced_configs(search.forms))
     found = [(KINDS[c.verb], prices.steps[key_of(c)].kl, plan) for c, plan in plans.items()]
     if search.files:
-        rounder = search.files.original.rounder
-        kls = (prices.types[t][group].kl for group in rounder.groups for t in prices.types)
-        changes = rounder.changes([*prices.types])
+        quantised = search.files.original.quantised
+        kls = (prices.types[t][group].kl for group in quantised.groups for t in prices.types)
+        changes = quantised.changes([*prices.types])
         found += [(QUANTISE, kl, change) for kl, change in zip(kls, changes, strict=True)]
     text = search.texts.both[1].rows(slice(WINDOWS))
     job = Job(replace(search.trials.args(), text=text), base_arch)

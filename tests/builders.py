@@ -637,7 +637,7 @@ def called(
     work(*arguments)
 
 
-def rounded_file(
+def quantised_file(
     file: Path, out: Path, type: str, weights: Any, chosen: Any = None
 ) -> dict[str, FileTensor]:
     """Quantise a GGUF file in f32; its tensors then."""

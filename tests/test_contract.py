@@ -28,7 +28,7 @@ from moesaic import (
 from moesaic.arch import support_table
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.exports.rounder import tap
+from moesaic.exports.quantised_model import tap
 from moesaic.fitting.candidates import forms
 from moesaic.io.models import predicts_tokens
 from moesaic.io.source import Source, resolve

@@ -11,7 +11,7 @@ from builders import MOE, any_model, equal, stream_of, tiny_model, tiny_moe
 from torch import Tensor, nn
 
 from moesaic.arch.lookup import base_arch
-from moesaic.exports.rounder import importance, means
+from moesaic.exports.quantised_model import importance, means
 from moesaic.io.source import resolve
 from moesaic.losses import divergence, log_probabilities, predicting
 from moesaic.metrics.forward import InMemory

@@ -192,7 +192,7 @@ class PlainFiles:
 
     def __init__(self, source, *_):
         whole, self.name = Skeleton(source.config, None), source.name
-        self.original = SimpleNamespace(layout=self.layout(whole), rounder=None)
+        self.original = SimpleNamespace(layout=self.layout(whole), quantised=None)
 
     def layout(self, built):
         size = built.size.total_parameters // 256
@@ -207,7 +207,7 @@ class PlainFiles:
     def size(self, built, file):
         return file.memory or round(1.1 * self.layout(built).least([file.type]))
 
-    def rounder(self, result, built):
+    def quantised(self, result, built):
         source = resolve(str(result) if result else self.name)
         layout = self.layout(built)
         return SimpleNamespace(source=source, layout=layout, change=lambda _: None, weights={})

@@ -31,7 +31,7 @@ from builders import (
     nightly,
     pages,
     predicting,
-    rounded_file,
+    quantised_file,
     stored,
     tiny_model,
     tiny_moe,
@@ -46,8 +46,7 @@ import moesaic
 from moesaic import FitConfig, MoesaicError, PruneConfig, Recipe, SlimConfig
 from moesaic.arch.lookup import base_arch
 from moesaic.config import Calibration, Evaluation, ExportArgs
-from moesaic.exports import llamacpp, quantiser
-from moesaic.exports import rounder as rounder_module
+from moesaic.exports import llamacpp, quantised_model, quantiser
 from moesaic.exports.allocation import Price, least
 from moesaic.exports.llamacpp import find_converter
 from moesaic.exports.native import head_dim_of
@@ -209,7 +208,7 @@ def test_values_are_those_of_transformers(model_type, kind, tmp_path, tokenizer)
     if kind == "q4_k_m":
         needs_llamacpp()
         model = model_of(model_type, hidden_size=256, intermediate_size=256)
-        rounded_file(written(model, tokenizer, tmp_path / "whole.gguf"), file, kind, {})
+        quantised_file(written(model, tokenizer, tmp_path / "whole.gguf"), file, kind, {})
     else:
         file = written(model_of(model_type), tokenizer, file, Type[kind.upper()])
     kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
@@ -516,10 +515,10 @@ def test_what_the_solver_prints_is_dropped(monkeypatch, capfd):
 
 
 @pytest.fixture
-def rounding(tmp_path, tokenizer, tokens):
+def converted(tmp_path, tokenizer, tokens):
     """Of a small model of a type, its file in f32 with what ggml's quantiser makes of it."""
     needs_llamacpp()
-    from moesaic.exports.llamacpp import Rounding
+    from moesaic.exports.llamacpp import ConvertedFile
 
     def made(model_type, width=256, change=lambda model: None, experts=2):
         model = model_of(model_type, experts=experts, hidden_size=256, intermediate_size=width)
@@ -527,7 +526,7 @@ def rounding(tmp_path, tokenizer, tokens):
             change(model)
         folder, file = stored(model, tmp_path / "model"), tmp_path / "whole.gguf"
         written(model, tokenizer, file)
-        found = Rounding(folder, file)
+        found = ConvertedFile(folder, file)
         found.tokens = tokens.rows(slice(2))
         return found
 
@@ -535,23 +534,23 @@ def rounding(tmp_path, tokenizer, tokens):
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2"])
-def test_layers_get_the_types_of_least_kl_within_a_budget(model_type, rounding, tmp_path):
+def test_layers_get_the_types_of_least_kl_within_a_budget(model_type, converted, tmp_path):
     """What adds next to nothing is the first to become narrow."""
 
     def idle(model):
         base_arch(model.config).layers(model)[1].self_attn.v_proj.weight.mul_(1e-6)
 
-    whole, among = rounding(model_type, change=idle), ("q8_0", "q2_k")
-    names = dict.fromkeys(whole.layout.rounded.values())
+    whole, among = converted(model_type, change=idle), ("q8_0", "q2_k")
+    names = dict.fromkeys(whole.layout.group_of.values())
     wide, narrow = (whole.layout.least([type]) for type in among)
     wanted = {name: "q2_k" if name == "attn 1" else "q8_0" for name in names}
     budget = whole.layout.size(wanted)
     assert narrow < budget < wide
-    assert whole.rounder.best(among, budget) == wanted
-    assert whole.layout.size(whole.rounder.best(among, budget - 1)) < budget
-    assert set(whole.rounder.best(among, narrow).values()) == {"q2_k"}
+    assert whole.quantised.best(among, budget) == wanted
+    assert whole.layout.size(whole.quantised.best(among, budget - 1)) < budget
+    assert set(whole.quantised.best(among, narrow).values()) == {"q2_k"}
     with pytest.raises(MoesaicError, match="out of reach: the least is"):
-        whole.rounder.best(among, narrow - 1)
+        whole.quantised.best(among, narrow - 1)
     with values_in(whole.whole) as values:
         whole.mixed(tmp_path / "made.gguf", wanted, values)
     assert (tmp_path / "made.gguf").stat().st_size == budget
@@ -566,20 +565,20 @@ def test_layers_get_the_types_of_least_kl_within_a_budget(model_type, rounding, 
     ],
 )
 def test_a_model_in_memory_has_the_values_and_the_bytes_of_its_file(
-    model_type, width, low, rounding, tmp_path
+    model_type, width, low, converted, tmp_path
 ):
     """Rows that blocks do not divide, and types that round by text, among them."""
-    whole, file = rounding(model_type, width), tmp_path / "made.gguf"
-    types = dict.fromkeys(whole.rounder.groups, "q2_k")
+    whole, file = converted(model_type, width), tmp_path / "made.gguf"
+    types = dict.fromkeys(whole.quantised.groups, "q2_k")
     types |= {"attn 0": low, "down 1": "iq2_xxs", "gate-up 0": "q3_k", "attn 1": "q6_k"}
-    assert types.keys() == {*whole.layout.rounded.values()}
+    assert types.keys() == {*whole.layout.group_of.values()}
     batch = whole.tokens
     for chosen in (types, dict.fromkeys(types, low), dict.fromkeys(types, "q5_k")):
         with values_in(whole.whole) as values:
             whole.mixed(file, chosen, values)
         assert file.stat().st_size == whole.layout.size(chosen)
         read = resolve(str(file)).load("cpu", torch.float32)
-        change = partial(whole.rounder.rounded, chosen)
+        change = partial(whole.quantised.quantising, chosen)
         run = Layerwise(whole.native, dtype=torch.float32, change=change)
         ((logits, _),) = run.run([batch]).logits
         with torch.no_grad():
@@ -634,8 +633,8 @@ def test_rows_are_not_kept_without_room_on_the_disk(tmp_path):
     assert len(made) == 2
 
 
-def test_one_type_rounds_by_text_too(rounding, tmp_path):
-    whole, file = rounding("qwen2"), tmp_path / "made.gguf"
+def test_one_type_rounds_by_text_too(converted, tmp_path):
+    whole, file = converted("qwen2"), tmp_path / "made.gguf"
     with values_in(whole.whole) as values:
         whole.uniform(file, "iq2_xxs", values)
     assert {"blk.0.attn_q.weight", "blk.1.ffn_down.weight"} <= {*whole.weights}
@@ -690,25 +689,29 @@ def test_a_converter_that_stops_among_the_values_is_refused(
         quantiser.fill_file(out, tensors, reader, values, {})
 
 
-def test_an_architecture_that_the_package_gguf_does_not_know_is_refused(rounding, monkeypatch):
+def test_an_architecture_that_the_package_gguf_does_not_know_is_refused(converted, monkeypatch):
     monkeypatch.setattr(gguf, "MODEL_ARCH_NAMES", {})
     with pytest.raises(MoesaicError, match="gguf does not know 'qwen2'.*type=f16 works"):
-        rounding("qwen2")
+        converted("qwen2")
 
 
-def test_the_kl_of_rounding_a_group_is_estimated(rounding):
-    """Each as the whole model with that group rounded; tied embeddings with their head."""
-    whole = rounding("qwen2")
-    rounder, tokens = whole.rounder, whole.tokens
+def test_the_kl_of_rounding_a_group_is_estimated(converted):
+    """Each as the whole model with that group quantised; tied embeddings with their head."""
+    whole = converted("qwen2")
+    quantised, tokens = whole.quantised, whole.tokens
     stream = LayerStream.from_disk(
-        whole.native.checkpoint, whole.native.config, rounder.arch, tokens, view=lambda layer: layer
+        whole.native.checkpoint,
+        whole.native.config,
+        quantised.arch,
+        tokens,
+        view=lambda layer: layer,
     )
-    found = estimates(stream, rounder.changes(["q5_k"]), 64).kl_CN.mean(1).tolist()
+    found = estimates(stream, quantised.changes(["q5_k"]), 64).kl_CN.mean(1).tolist()
     reference = Layerwise(whole.native, dtype=torch.float32, keep=True)
-    for group, kl in zip(rounder.groups, found, strict=True):
-        change = partial(rounder.rounded, {group: "q5_k"})
-        rounded = Layerwise(whole.native, dtype=torch.float32, change=change)
-        assert kl == pytest.approx(qualities([rounded, reference], tokens)[0].kl, rel=0.5), group
+    for group, kl in zip(quantised.groups, found, strict=True):
+        change = partial(quantised.quantising, {group: "q5_k"})
+        changed = Layerwise(whole.native, dtype=torch.float32, change=change)
+        assert kl == pytest.approx(qualities([changed, reference], tokens)[0].kl, rel=0.5), group
 
 
 @pytest.mark.parametrize(
@@ -719,22 +722,22 @@ def test_the_kl_of_rounding_a_group_is_estimated(rounding):
         (torch.bfloat16, torch.bfloat16),
     ],
 )
-def test_weights_are_as_they_were_after_their_price(held, computed, rounding, monkeypatch):
-    """Bitwise, whatever bfloat16 holds or layers compute in. Of large experts two are rounded."""
-    monkeypatch.setattr(rounder_module, "SAMPLED_VALUES", 1)
-    rounder = rounding("mixtral", experts=4).rounder
-    layer = rounder.source.load().to(held).to(computed).model.layers[1]
+def test_weights_are_as_they_were_after_their_price(held, computed, converted, monkeypatch):
+    """Bitwise, whatever bfloat16 holds or layers compute in. Of large experts two are quantised."""
+    monkeypatch.setattr(quantised_model, "SAMPLED_VALUES", 1)
+    quantised = converted("mixtral", experts=4).quantised
+    layer = quantised.source.load().to(held).to(computed).model.layers[1]
     weights = layer.mlp.experts.down_proj.data
     before, count = weights.clone(), len(weights)
     assert before.bfloat16().to(computed).equal(before) is (held == torch.bfloat16)
     for half, place in enumerate([0, count // 2]):
-        with rounder.rounded({"down 1": "q4_k"}, layer, 1, half):
+        with quantised.quantising({"down 1": "q4_k"}, layer, 1, half):
             assert [i for i in range(count) if not weights[i].equal(before[i])] == [place]
         assert weights.equal(before)
     a, b = Price(np.array([[0.3]])), Price(np.array([[0.1]]))
     many = ("gate-up", "down")
-    found = [p for g in rounder.groups for p in ([a, b] if g.startswith(many) else [a])]
-    prices = rounder.prices(["q4_k"], found)["q4_k"]
+    found = [p for g in quantised.groups for p in ([a, b] if g.startswith(many) else [a])]
+    prices = quantised.prices(["q4_k"], found)["q4_k"]
     assert prices["attn 1"] is a
     assert prices["down 1"].kl == pytest.approx(count / 2 * (a + b).kl)
 
@@ -779,25 +782,25 @@ def test_keys_and_values_of_mla_are_those_of_the_file(tmp_path, tokens):
     heads = {"qk_nope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64}
     base = stored(small_model("deepseek_v3", **heads), tmp_path / "base")
     files, file = Files(resolve(str(base)), "", tmp_path), tmp_path / "made.gguf"
-    files.original.tokens, rounder = tokens.rows(slice(2)), files.original.rounder
+    files.original.tokens, quantised = tokens.rows(slice(2)), files.original.quantised
     types, size = files.uniform(None, "iq3_xxs")
     made = files.make(None, file, ExportArgs(to="gguf", type="iq3_xxs"))
     assert size == made["bytes"]
     assert types["blk.1.attn_k_b.weight"] == types["blk.1.attn_v_b.weight"] == "iq4_nl"
     keys_HIN, values_HNI = values_of(file, *(f"blk.1.attn_{part}_b.weight" for part in "kv"))
     model = files.source.load("cpu", torch.float32)
-    with torch.no_grad(), rounder.rounded(types, model.model.layers[1], 1) as layer:
+    with torch.no_grad(), quantised.quantising(types, model.model.layers[1], 1) as layer:
         found = layer.self_attn.kv_b_proj.weight
         assert found.equal(torch.cat([keys_HIN.mT, values_HNI], 1).flatten(0, 1))
 
 
 UNSIZED = ("gpt_bigcode", "granitemoehybrid", "lfm2", "llama4_text")
-ROUNDED = (*UNSIZED, "afmoe", "dots1", "exaone4", "exaone_moe", "glm4_moe", "gpt_oss", "olmo2")
-ROUNDED += ("qwen2_moe", "qwen3_5_text")
+MEASURED = (*UNSIZED, "afmoe", "dots1", "exaone4", "exaone_moe", "glm4_moe", "gpt_oss", "olmo2")
+MEASURED += ("qwen2_moe", "qwen3_5_text")
 
 
 @pytest.mark.skipif(OLD, reason="this transformers reads no such file")
-@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text", *map(nightly, ROUNDED)])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text", *map(nightly, MEASURED)])
 def test_the_values_that_are_measured_are_those_of_the_file(model_type, tmp_path, tokens):
     """Weighed by the same inputs. llama.cpp has heads in another order, or a matrix in two."""
     needs_llamacpp(converter=True)
@@ -805,17 +808,17 @@ def test_the_values_that_are_measured_are_those_of_the_file(model_type, tmp_path
     sizes |= {"linear_num_value_heads": 4, "linear_value_head_dim": 16, "norm_topk_prob": False}
     sizes = {} if model_type in UNSIZED else sizes
     files = Files(resolve(str(stored(small_model(model_type, **sizes), tmp_path))), "", tmp_path)
-    files.original.tokens, rounder = tokens.rows(slice(2)), files.original.rounder
+    files.original.tokens, quantised = tokens.rows(slice(2)), files.original.quantised
     types, file = files.uniform(None, "q4_k_m")[0], tmp_path / "made.gguf"
     files.make(None, file, ExportArgs(to="gguf", type="q4_k_m"))
-    wanted = {name: [] for name in rounder.groups}
-    for name, group in rounder.layout.rounded.items():
+    wanted = {name: [] for name in quantised.groups}
+    for name, group in quantised.layout.group_of.items():
         wanted[group].append(*(values.flatten() for values in values_of(file, name)))
-    for place, layer in enumerate(rounder.arch.layers(files.source.load("cpu", torch.float32))):
+    for place, layer in enumerate(quantised.arch.layers(files.source.load("cpu", torch.float32))):
         found = {}
-        with torch.no_grad(), rounder.rounded(types, layer, place):
-            for name, matrix in rounder._held(layer, place).items():
-                found.setdefault(rounder.layout.rounded[name], []).append(matrix.flatten())
+        with torch.no_grad(), quantised.quantising(types, layer, place):
+            for name, matrix in quantised._held(layer, place).items():
+                found.setdefault(quantised.layout.group_of[name], []).append(matrix.flatten())
         for group, matrices in found.items():
             ours, theirs = (torch.cat(x).sort().values for x in (matrices, wanted[group]))
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6, msg=group)
@@ -825,14 +828,14 @@ def test_a_shared_path_that_is_fused_is_two_tensors_of_the_file(tmp_path, tokens
     needs_llamacpp(converter=True)
     base = small_model("granitemoeshared", hidden_size=64, shared_intermediate_size=32)
     files = Files(resolve(str(stored(base, tmp_path / "base"))), "", tmp_path)
-    files.original.tokens, rounder = tokens.rows(slice(2)), files.original.rounder
-    types = {group: "q4_0" if group == "shared 0" else "q8_0" for group in rounder.groups}
+    files.original.tokens, quantised = tokens.rows(slice(2)), files.original.quantised
+    types = {group: "q4_0" if group == "shared 0" else "q8_0" for group in quantised.groups}
     assert {"shared 0", "shared 1"} <= types.keys()
     files.make(None, tmp_path / "made.gguf", ExportArgs(to="gguf", memory=1), types)
     names = (f"blk.0.ffn_{part}_shexp.weight" for part in ("gate", "up", "down"))
     gate_MD, up_MD, down_DM = values_of(tmp_path / "made.gguf", *names)
     model = files.source.load("cpu", torch.float32)
-    with torch.no_grad(), rounder.rounded(types, model.model.layers[0], 0) as layer:
+    with torch.no_grad(), quantised.quantising(types, model.model.layers[0], 0) as layer:
         assert layer.shared_mlp.input_linear.weight.equal(torch.cat([gate_MD, up_MD]))
         assert layer.shared_mlp.output_linear.weight.equal(down_DM)
 
@@ -891,7 +894,7 @@ def test_types_that_round_by_text_are_for_tensors_with_text(tmp_path, tokenizer)
     written(model_of("qwen2", hidden_size=256, intermediate_size=256), tokenizer, file)
     up = "blk.0.ffn_up.weight"
     chosen = dict.fromkeys(tensors_of(file), "iq2_xxs")
-    tensors = rounded_file(file, out, OTHERS, {up: torch.ones(256)}, chosen)
+    tensors = quantised_file(file, out, OTHERS, {up: torch.ones(256)}, chosen)
     assert tensors == tensors_of(out)
     types = {name: tensor.type for name, tensor in tensors.items()}
     assert types[up] == "iq2_xxs"
@@ -928,7 +931,7 @@ def test_a_type_that_rounds_by_text_is_refused_for_a_tensor_without(tmp_path, to
     file = tmp_path / "whole.gguf"
     written(model_of("qwen2", hidden_size=256, intermediate_size=256), tokenizer, file)
     with pytest.raises(MoesaicError, match="iq2_xxs rounds blk.0.attn_k.weight by its inputs"):
-        rounded_file(file, tmp_path / "made.gguf", "iq2_xxs", {})
+        quantised_file(file, tmp_path / "made.gguf", "iq2_xxs", {})
     assert not (tmp_path / "made.gguf").exists()
 
 
@@ -996,7 +999,7 @@ def test_a_file_is_quantised_part_by_part(tmp_path, monkeypatch):
     for at_once in (1 << 24, 512, 1):
         monkeypatch.setattr(quantiser, "AT_ONCE", at_once)
         file = tmp_path / f"{at_once}.gguf"
-        rounded_file(tmp_path / "whole.gguf", file, "q4_k_m", weights)
+        quantised_file(tmp_path / "whole.gguf", file, "q4_k_m", weights)
         made.append(file.read_bytes())
     assert made[0] == made[1] == made[2]
 

@@ -328,7 +328,7 @@ def test_without_stdin_nothing_is_asked(refused, monkeypatch, tmp_path):
 
 def test_without_a_terminal_the_best_that_fits_is_saved(saved, moe_folder):
     found, out = saved.found, saved.folder / f"{moe_folder.name}-smaller"
-    assert {"machine", "frontier", "rounding", "out", "scores"} <= found.keys()
+    assert {"machine", "frontier", "quantised", "out", "scores"} <= found.keys()
     assert found["machine"]["free_bytes"] > 0
     assert any(one["native"] for one in found["frontier"])
     result = found["scores"]["result"]
@@ -336,7 +336,7 @@ def test_without_a_terminal_the_best_that_fits_is_saved(saved, moe_folder):
     shown = next(c for c in found["frontier"] if c["steps"] == found["chosen"]["steps"])
     assert result["kl"] == pytest.approx(shown["kl"], rel=1e-4), "the figure of the table"
     assert (out / "model.safetensors").is_file()
-    assert [of["form"] for of in found["rounding"]] == ["quantised to q8_0", "quantised to q4_0"]
+    assert [of["form"] for of in found["quantised"]] == ["quantised to q8_0", "quantised to q4_0"]
     assert not list(saved.folder.glob("*.search"))
 
 

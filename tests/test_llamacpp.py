@@ -23,7 +23,7 @@ from builders import (
     applied,
     carved_layer,
     finish,
-    rounded_file,
+    quantised_file,
     saved,
     stored,
     tiny_model,
@@ -488,7 +488,7 @@ def test_no_file_takes_more_than_was_told(config, tmp_path):
     files = Files(source, "none", tmp_path)
     built = Skeleton(resolve(str(folder)).config, None)
     args = ExportArgs(to="gguf", type="q8_0")
-    groups = dict.fromkeys(files.original.layout.rounded.values(), "q4_0")
+    groups = dict.fromkeys(files.original.layout.group_of.values(), "q4_0")
     sizes = files.size(built, args), files.layout(built).size(groups)
     for types, size in zip((None, groups), sizes, strict=True):
         actual = files.make(folder, tmp_path / "model.gguf", args, types)["bytes"]
@@ -561,6 +561,6 @@ def test_files_are_those_of_its_own_quantiser(
         for given in (weights, {}):
             if given or not by_text(type):
                 by_its_own_program(file, theirs, type, given)
-                rounded_file(file, own, type, given)
+                quantised_file(file, own, type, given)
                 assert tensors_of(own) == tensors_of(theirs), (type, bool(given))
                 assert own.read_bytes() == theirs.read_bytes(), (type, bool(given))

@@ -300,9 +300,9 @@ def test_a_stack_is_dequantised_expert_by_expert():
 
 def test_a_stack_is_quantised_expert_by_expert(monkeypatch):
     """Codes take several times the memory of the values until they are packed."""
-    rounded, sizes = Mxfp4._rounded, []
+    rounded, sizes = Mxfp4._codes, []
     monkeypatch.setattr(
-        Mxfp4, "_rounded", lambda self, x, like: sizes.append(x.numel()) or rounded(self, x, like)
+        Mxfp4, "_codes", lambda self, x, like: sizes.append(x.numel()) or rounded(self, x, like)
     )
     Mxfp4Experts(MXFP4).parts(drawn(3, 64, 8), {})
     assert sizes == [64 * 8] * 3

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.data.text import Tokens, calibration_tokens
-from moesaic.exports.rounder import tap
+from moesaic.exports.quantised_model import tap
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.forward import InMemory
 from moesaic.metrics.score import scores

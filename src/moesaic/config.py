@@ -367,7 +367,7 @@ class Calibration(Options):
         super().__post_init__()
 
 
-ROUNDED = ("q8_0", "q5_0", "q4_0")
+BASELINES = ("q8_0", "q5_0", "q4_0")
 """GGUF types that the gguf package itself quantises to, from 8.5 to 4.5 bits a weight."""
 
 
@@ -433,7 +433,7 @@ class Evaluation(Options):
         if not self.prompt:
             raise MoesaicError("prompt is empty; give text to continue.")
         for type in self.baselines:
-            check_known("baselines", type, ROUNDED)
+            check_known("baselines", type, BASELINES)
 
 
 GgufType: TypeAlias = Literal[

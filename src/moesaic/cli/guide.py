@@ -19,7 +19,7 @@ import click
 from moesaic.cli import commands as shared
 from moesaic.cli import options as given
 from moesaic.cli.commands import print_notice, print_words
-from moesaic.config import ROUNDED, Calibration, Evaluation, GgufType, in_unit
+from moesaic.config import BASELINES, Calibration, Evaluation, GgufType, in_unit
 from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
 from moesaic.io.names import check_repository
@@ -126,7 +126,7 @@ MAX_KL = 0.05
 """Largest KL of a result by default: hardly noticed."""
 ROOM = 0.8
 """Share of the free memory that weights may take: running them takes the rest."""
-QUANTISED = tuple(type for type in ROUNDED if type in get_args(GgufType))
+QUANTISED = tuple(type for type in BASELINES if type in get_args(GgufType))
 """Types that the original is measured in, and that it can be written in."""
 BELOW, FEW_BITS = 0.75, ("q8_0", "q4_k_m", "q2_k", "iq2_xxs")
 """Share of the smallest quantised file's bytes, and types, with which ``fit`` is suggested."""
@@ -201,7 +201,7 @@ def guide(
 ) -> None:
     """Print whether a model fits this machine, find a smaller one, and save what you choose."""
     name = Path(at_home(model)).resolve().name.removesuffix(".gguf")
-    recipe = _search_recipe(model, out or Path(f"{name}-smaller"), options, baselines=ROUNDED)
+    recipe = _search_recipe(model, out or Path(f"{name}-smaller"), options, baselines=BASELINES)
     config = parse_as(FitConfig, {"memory": 1, **options}, "")
     asked_for = Goal(config.memory if "memory" in options else None, max_kl)
     if asked_for.memory and max_kl is not None:
@@ -256,8 +256,10 @@ def guide(
         print_words(f"The original in {better.type} is no larger, at less KL: {command}")
         break
     record = save(search, points, chosen, again)
-    frontier, rounding = ([p.as_json() for p in points if bool(p.type) is b] for b in (False, True))
-    found_json = {"machine": machine, "frontier": frontier, "rounding": rounding}
+    frontier, quantised = (
+        [p.as_json() for p in points if bool(p.type) is b] for b in (False, True)
+    )
+    found_json = {"machine": machine, "frontier": frontier, "quantised": quantised}
     shared.emit(as_json, {**found_json, **record.output()}, report.terminal(record))
 
 
@@ -364,7 +366,7 @@ def measure(search: Search, candidates: Sequence[Candidate]) -> list[Point]:
 
     from moesaic.config import parse_dtype
     from moesaic.fitting.candidates import figures
-    from moesaic.metrics.evaluate import have_room, measured_text, rounded_scores
+    from moesaic.metrics.evaluate import have_room, measured_text, quantised_scores
     from moesaic.metrics.forward import Layerwise
     from moesaic.metrics.score import scores
 
@@ -379,7 +381,7 @@ def measure(search: Search, candidates: Sequence[Candidate]) -> list[Point]:
             points.append(Point(one.form, one.size.memory, score, one))
     if have_room((source,), place[0], torch.float32):
         types = search.track(QUANTISED, "Quantising the original", len(QUANTISED))
-        for type, ours, theirs in rounded_scores(source, reference, tokens, types, place[0]):
+        for type, ours, theirs in quantised_scores(source, reference, tokens, types, place[0]):
             score = figures(ours, theirs)
             points.append(Point(f"quantised to {type}", int(ours.total_bytes), score, type=type))
     return points
@@ -454,8 +456,8 @@ def save(search: Search, points: Sequence[Point], chosen: Point, again: JSON) ->
     command = command_of(replace(search.recipe, steps=candidate.conversions))
     print_notice(f"$ {command}", "dim")
     tried = [p.candidate for p in points if p.candidate]
-    rounding = [p.as_json() for p in points if p.type]
-    record = make_chosen(search, candidate, tried, **again, rounding=rounding)
+    quantised = [p.as_json() for p in points if p.type]
+    record = make_chosen(search, candidate, tried, **again, quantised=quantised)
     assert record is not None
     shared.print_made(search.recipe.out)
     return record

@@ -84,7 +84,7 @@ class Layout:
     layers: int
 
     @cached_property
-    def rounded(self) -> dict[str, str]:
+    def group_of(self) -> dict[str, str]:
         """Group of each tensor that is quantised."""
         quantised = (name for name, tensor in self.tensors.items() if tensor.type != WHOLE)
         return {name: _group_of(name, self.layers) for name in quantised}
@@ -97,14 +97,14 @@ class Layout:
             types: of tensors.
         """
         bytes_GC = np.zeros((len(names), len(types)))
-        fixed, groups = self.header, self.rounded
+        fixed, groups = self.header, self.group_of
         for name, tensor in self.tensors.items():
             if name not in groups:
                 fixed += tensor.bytes
                 continue
             for c, type in enumerate(types):
-                rounded = tensor.as_type(type, weighed=groups[name] not in OUTSIDE)
-                bytes_GC[names.index(groups[name]), c] += rounded.bytes
+                quantised = tensor.as_type(type, weighed=groups[name] not in OUTSIDE)
+                bytes_GC[names.index(groups[name]), c] += quantised.bytes
         return fixed, bytes_GC
 
     def bits(self, names: Sequence[str], types: Sequence[str]) -> Numbers:
@@ -113,7 +113,7 @@ class Layout:
         Rows that blocks of a type do not divide have another type, of more bits.
         """
         numel = Counter[str]()
-        for tensor, group in self.rounded.items():
+        for tensor, group in self.group_of.items():
             numel[group] += self.tensors[tensor].numel
         numel_G1 = np.array([[numel[name]] for name in names])
         bits_GC: Numbers = 8 * self.bytes(names, types)[1] / numel_G1
@@ -126,7 +126,7 @@ class Layout:
 
     def least(self, types: Sequence[str]) -> int:
         """Return the bytes of the smallest file in some types of files."""
-        names = tuple(dict.fromkeys(self.rounded.values()))
+        names = tuple(dict.fromkeys(self.group_of.values()))
         fixed, bytes_GC = self.bytes(names, tensor_types(types))
         return fixed + int(bytes_GC.min(1).sum())
 

@@ -32,6 +32,7 @@ from moesaic.errors import MoesaicError, quote
 from moesaic.exports import run_script
 from moesaic.exports.allocation import TYPES, Layout
 from moesaic.exports.native import base_config, check_embedding, decide, export_native, head_dim_of
+from moesaic.exports.quantised_model import QuantisedModel
 from moesaic.exports.quantiser import (
     OTHERS,
     WHOLE,
@@ -43,7 +44,6 @@ from moesaic.exports.quantiser import (
     tensors_of,
     types_of,
 )
-from moesaic.exports.rounder import Rounder
 from moesaic.io.gguf import FREQUENCIES, SCALARS, attention_scalar
 from moesaic.io.models import skeleton_of
 from moesaic.io.naming import Naming, is_mtp
@@ -141,13 +141,13 @@ def export_gguf(
             tensors = tensors_of(work)
         else:
             with converting(script, folder, source.folder, work, WHOLE) as values:
-                rounding = Rounding(folder, work, args.calibration, track)
+                converted = ConvertedFile(folder, work, args.calibration, track)
                 work = work.with_name("quantised.gguf")
                 if args.memory is None:
-                    tensors = rounding.uniform(work, args.type, values)
+                    tensors = converted.uniform(work, args.type, values)
                 else:
-                    types = rounding.rounder.best(args.among or TYPES, args.memory)
-                    tensors = rounding.mixed(work, types, values)
+                    types = converted.quantised.best(args.among or TYPES, args.memory)
+                    tensors = converted.mixed(work, types, values)
         _check_vocabulary(work, source)
         put_file(work, out, overwrite)
     record |= {"out": str(out), "type": args.called, "bytes": out.stat().st_size}
@@ -175,7 +175,7 @@ def _check_vocabulary(file: Path, source: Source) -> None:
             )
 
 
-class Rounding:
+class ConvertedFile:
     """Native checkpoint as a GGUF file in f32 or bf16, and the quantised files made of it.
 
     Args:
@@ -211,15 +211,17 @@ class Rounding:
         return _weighing_tokens(self.text, self.native, self.samples)
 
     @cached_property
-    def rounder(self) -> Rounder:
-        """Rounder of the checkpoint, which quantises it layer by layer in memory."""
+    def quantised(self) -> QuantisedModel:
+        """The checkpoint, quantised layer by layer in memory."""
         assert self.tokens is not None  # without text no types are chosen
-        return Rounder(self.native, self.layout, self.named, self.tokens, self.track, self.kept)
+        return QuantisedModel(
+            self.native, self.layout, self.named, self.tokens, self.track, self.kept
+        )
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
         """Importance of the inputs of each matrix, by llama.cpp's name."""
-        return {} if self.tokens is None else self.rounder.weights
+        return {} if self.tokens is None else self.quantised.weights
 
     @cached_property
     def layout(self) -> Layout:
@@ -242,7 +244,7 @@ class Rounding:
         self, out: Path, types: Mapping[str, str], values: BufferedReader | None
     ) -> dict[str, FileTensor]:
         """Write a file with types by groups of tensors; as :meth:`uniform`."""
-        chosen = {name: types[group] for name, group in self.layout.rounded.items()}
+        chosen = {name: types[group] for name, group in self.layout.group_of.items()}
         return self._write(out, begin_file(self._reader, out, OTHERS, self.weights, chosen), values)
 
     def _write(

@@ -87,9 +87,9 @@ class FileTensor:
         """
         if self.type == WHOLE:  # norms, routers
             return self
-        return self.rounded(NARROW if by_text(type) and not weighed else type)
+        return self.in_type(NARROW if by_text(type) and not weighed else type)
 
-    def rounded(self, type: str) -> FileTensor:
+    def in_type(self, type: str) -> FileTensor:
         """Return the tensor in a type, or in the next one whose blocks divide its rows."""
         if self.shape[0] % _block(type)[0]:
             type = FALLBACK.get(type, IQ_FALLBACK if type.startswith("iq") else type)
@@ -244,8 +244,8 @@ def begin_file(
             for a large vocabulary.
         out: the file to write.
         type: llama.cpp's name of a type of files.
-        weights: of :func:`moesaic.exports.rounder.importance`; inputs of tensors that are not
-            in it weigh the same.
+        weights: of :func:`moesaic.exports.quantised_model.importance`; inputs of tensors that are
+            not in it weigh the same.
         chosen: types of single tensors, by their names. A row that a type's blocks do not divide
             gets the next wider type with shorter blocks; a tensor without importance weights, of
             the types that need none, at least the narrowest.
@@ -276,7 +276,7 @@ def begin_file(
         for name, kind in (chosen or {}).items()
         if name in rows
     }
-    types = {n: FileTensor(WHOLE, shapes[n]).rounded(kind).type for n, kind in wanted.items()}
+    types = {n: FileTensor(WHOLE, shapes[n]).in_type(kind).type for n, kind in wanted.items()}
     for name, kind in types.items():
         if by_text(kind) and kind != "iq3_s" and name not in weights:
             raise MoesaicError(f"{type} rounds {name} by its inputs, which are not known.")

@@ -19,9 +19,9 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.exports.allocation import Layout, Types
-from moesaic.exports.llamacpp import SAMPLES, Rounding, converting, find_converter, lacking
+from moesaic.exports.llamacpp import SAMPLES, ConvertedFile, converting, find_converter, lacking
+from moesaic.exports.quantised_model import QuantisedModel
 from moesaic.exports.quantiser import ALIGNED, WHOLE, KeptRows, types_of
-from moesaic.exports.rounder import Rounder
 from moesaic.io.source import Source, resolve
 from moesaic.sizes import Skeleton
 from moesaic.types import JSON, Track, silent
@@ -63,14 +63,14 @@ class Files:
         self._sizes: dict[str, int] = {}
 
     @cached_property
-    def original(self) -> Rounding:
+    def original(self) -> ConvertedFile:
         """Original as a file in f32 or bf16, of which quantised files are made; without values."""
         with self._converted(self.source.folder) as (whole, _):
             return self._of(self.source.folder, whole)
 
-    def _of(self, folder: Path, whole: Path) -> Rounding:
+    def _of(self, folder: Path, whole: Path) -> ConvertedFile:
         context = self.text, self.track, self.samples, self.kept
-        return Rounding(folder, whole, *context)
+        return ConvertedFile(folder, whole, *context)
 
     @contextmanager
     def _converted(self, folder: Path) -> Iterator[tuple[Path, BufferedReader]]:
@@ -85,9 +85,9 @@ class Files:
             whole.unlink(missing_ok=True)
 
     @contextmanager
-    def _rounding(
+    def _file_of(
         self, result: Path | None, weights: Mapping[str, torch.Tensor] | None
-    ) -> Iterator[tuple[Rounding, BufferedReader]]:
+    ) -> Iterator[tuple[ConvertedFile, BufferedReader]]:
         """Yield the original or a result, converted, and its values.
 
         Args:
@@ -97,24 +97,24 @@ class Files:
         known = self.original if result is None else None
         folder = result or self.source.folder
         with self._converted(folder) as (whole, values):
-            rounding = known or self._of(folder, whole)
+            converted = known or self._of(folder, whole)
             if weights is not None:
-                rounding.rounder.weights = weights
-            yield rounding, values
+                converted.quantised.weights = weights
+            yield converted, values
 
-    def rounder(self, result: Path | None, built: Skeleton) -> Rounder:
-        """Return the rounder that quantises the original's or a result's layers as a file has them.
+    def quantised(self, result: Path | None, built: Skeleton) -> QuantisedModel:
+        """Return the original or a result, quantised layer by layer as its file is.
 
         Args:
             result: the folder of a result; None for the original.
             built: skeleton of the result.
         """
         if result is None:
-            return self.original.rounder
+            return self.original.quantised
         tokens, source = self.original.tokens, resolve(str(result))
         assert tokens is not None
         context = self.original.named, tokens, self.track, self.kept
-        return Rounder(source, self.layout(built), *context)
+        return QuantisedModel(source, self.layout(built), *context)
 
     def layout(self, built: Skeleton) -> Layout:
         """Return the tensors of the file of a result of the original's architecture.
@@ -162,8 +162,8 @@ class Files:
         if result is None:
             tensors = self.original.uniform(file, type, None)
         else:
-            with self._rounding(result, weights) as (rounding, _):
-                tensors = rounding.uniform(file, type, None)
+            with self._file_of(result, weights) as (converted, _):
+                tensors = converted.uniform(file, type, None)
         size = file.stat().st_size
         file.unlink()
         return {name: tensor.type for name, tensor in tensors.items()}, size
@@ -188,11 +188,11 @@ class Files:
         Returns:
             ``bytes``, and ``types``: how many weights each of llama.cpp's types has.
         """
-        with self._rounding(result, weights) as (rounding, values):
+        with self._file_of(result, weights) as (converted, values):
             if types:
-                tensors = rounding.mixed(out, types, values)
+                tensors = converted.mixed(out, types, values)
             else:
-                tensors = rounding.uniform(out, file.type, values)
+                tensors = converted.uniform(out, file.type, values)
         return {"bytes": out.stat().st_size, "types": types_of(tensors)}
 
 

@@ -23,7 +23,7 @@ from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
 from moesaic.exports.allocation import Price
-from moesaic.exports.rounder import Rounder
+from moesaic.exports.quantised_model import QuantisedModel
 from moesaic.fitting.candidates import Form, places_priced
 from moesaic.io.outputs import whole_file
 from moesaic.io.trust import mapping_of, reading
@@ -112,7 +112,7 @@ class Prices:
         job: Job[Arch],
         plans: Mapping[MethodConfig, Change],
         types: Sequence[str],
-        rounder: Rounder | None,
+        quantised: QuantisedModel | None,
         track: Track,
         folder: Path | None = None,
     ) -> None:
@@ -122,12 +122,12 @@ class Prices:
             job: the model, and the tokens to estimate on.
             plans: by config the layers that it makes.
             types: of tensors.
-            rounder: of the model; None without types.
+            quantised: the model with its tensors in types; None without types.
             track: shows progress.
             folder: keeps what is found of each layer until all is; another call with the same
                 request continues from there.
         """
-        changes = rounder.changes(types) if rounder is not None and types else []
+        changes = quantised.changes(types) if quantised is not None and types else []
         stream = job.stream((), lambda layer: layer, tokens_per_batch=PRICED_AT_ONCE)
         draws = draws_for(stream.model)
         if folder is not None:
@@ -136,8 +136,8 @@ class Prices:
             folder /= name
         found = estimates(stream, [*changes, *plans.values()], draws, track=track, folder=folder)
         prices = map(Price, found.per_token.numpy(), found.head_C.tolist())
-        if changes and rounder is not None:
-            self.types |= rounder.prices(types, islice(prices, len(changes)))
+        if changes and quantised is not None:
+            self.types |= quantised.prices(types, islice(prices, len(changes)))
         self.steps |= zip(map(key_of, plans), prices, strict=True)
 
 

@@ -296,8 +296,8 @@ class Search:
         file, prices = self._table
         lacking = [c for c in priced_configs(self.forms) if key_of(c) not in prices.steps]
         types = [type for type in self._tensor_types if type not in prices.types]
-        rounder = self.files.original.rounder if self.files and self._tensor_types else None
-        if rounder and any(of.keys() != rounder.groups.keys() for of in prices.types.values()):
+        quantised = self.files.original.quantised if self.files and self._tensor_types else None
+        if quantised and any(of.keys() != quantised.groups.keys() for of in prices.types.values()):
             raise MoesaicError(
                 f"{file} has prices of other tensors. Remove it, and the table is made anew."
             )
@@ -306,7 +306,7 @@ class Search:
             prices.steps |= {key_of(c): IMPOSSIBLE for c in lacking if c not in plans}
             args = replace(self.trials.args(), text=priced_on(self.texts.both[1]))
             folder = self.work / PRICES
-            prices.add(Job(args, base_arch), plans, types, rounder, self.track, folder)
+            prices.add(Job(args, base_arch), plans, types, quantised, self.track, folder)
             prices.save(file)
             remove(folder)
         return prices

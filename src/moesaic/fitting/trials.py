@@ -27,8 +27,8 @@ from moesaic.data.text import (
 )
 from moesaic.errors import MoesaicError
 from moesaic.exports.allocation import Types
+from moesaic.exports.quantised_model import QuantisedModel
 from moesaic.exports.quantiser import tensors_of
-from moesaic.exports.rounder import Rounder
 from moesaic.fitting.candidates import BY_WINDOW, Candidate, figures, largest
 from moesaic.fitting.config import LEAST
 from moesaic.fitting.gguf_files import Files
@@ -224,7 +224,7 @@ class Trials:
 
         Args:
             chosen: the candidate.
-            folder: of the result; empty where nothing was changed before rounding.
+            folder: of the result; empty where nothing was changed before quantising.
 
         Returns:
             ``gguf`` with ``file``, ``type``, ``bytes``, ``types``, and its scores on the text that
@@ -236,14 +236,14 @@ class Trials:
         out = our_folder(folder) / f"model-{type}.gguf"
         result = folder if chosen.conversions else None
         record: JSON = {"file": f"{FOLDER}/{out.name}", "type": type}
-        rounder = self._rounder(chosen, result)
+        quantised = self._quantised(chosen, result)
         give_back()  # of the models that were measured
-        record |= self.files.make(result, out, chosen.file, chosen.types, rounder.weights)
+        record |= self.files.make(result, out, chosen.file, chosen.types, quantised.weights)
         settings = self.recipe.evaluation
         if settings is not None:
             tokens, _ = measured_text(self.source, settings)
             types = {name: tensor.type for name, tensor in tensors_of(out).items()}
-            ours = self._rounded(rounder, types)
+            ours = self._runner(quantised, types)
             score, original = scores([ours, Layerwise(self.source, *self._place)], tokens)
             record |= {**score.as_json(), "against": original.as_json()}
             del record["total_bytes"]  # of the values in float32, in which they were measured
@@ -302,25 +302,25 @@ class Trials:
             yield Layerwise(made, *self._place), made.checkpoint.tensor_bytes()
             remove(result)
             return
-        rounder = self._rounder(candidate, result)
+        quantised = self._quantised(candidate, result)
         if candidate.types is None:
-            types, size = files.uniform(result, file.type, rounder.weights)
+            types, size = files.uniform(result, file.type, quantised.weights)
         else:
-            types, size = candidate.types, rounder.layout.size(candidate.types)
-        yield self._rounded(rounder, types), size
+            types, size = candidate.types, quantised.layout.size(candidate.types)
+        yield self._runner(quantised, types), size
 
-    def _rounder(self, candidate: Candidate, result: Path | None) -> Rounder:
-        """Return the rounder of a candidate's result; importance weights are computed once."""
+    def _quantised(self, candidate: Candidate, result: Path | None) -> QuantisedModel:
+        """Return a candidate's result, quantised; importance weights are computed once."""
         assert self.files is not None
-        rounder = self.files.rounder(result, self.sizes.skeleton(candidate.conversions))
+        quantised = self.files.quantised(result, self.sizes.skeleton(candidate.conversions))
         known = self._weights.get(candidate.conversions)  # of a result in another folder
-        rounder.weights = self._weights[candidate.conversions] = known or rounder.weights
-        return rounder
+        quantised.weights = self._weights[candidate.conversions] = known or quantised.weights
+        return quantised
 
-    def _rounded(self, rounder: Rounder, types: Types) -> Runner:
-        """Return the runner of a model with the values of a file, rounded layer by layer."""
-        change = rounder.change(types)
-        return Layerwise(rounder.source, self.recipe.device, torch.float32, change=change)
+    def _runner(self, quantised: QuantisedModel, types: Types) -> Runner:
+        """Return the runner of a model with the values of a file, quantised layer by layer."""
+        change = quantised.change(types)
+        return Layerwise(quantised.source, self.recipe.device, torch.float32, change=change)
 
     @property
     def _place(self) -> tuple[str, torch.dtype | None]:

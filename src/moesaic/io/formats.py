@@ -148,7 +148,7 @@ class Format(ABC):
         if values.shape[-2] % rows or values.shape[-1] % columns:
             raise ValueError(f"blocks of {rows} x {columns} do not divide {dims(values.shape)}")
         blocks = values.float().unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
-        codes, scales, zeros = self._rounded(blocks, like)
+        codes, scales, zeros = self._codes(blocks, like)
         return self._stored(codes.reshape(values.shape), scales, zeros, like)
 
     def select(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
@@ -191,7 +191,7 @@ class Format(ABC):
         return self._block(shape)
 
     @abstractmethod
-    def _rounded(self, blocks: Tensor, like: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _codes(self, blocks: Tensor, like: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the codes of blocks (..., G, rows, H, columns), their scales and zero points
         (..., G, H)."""
 
@@ -298,7 +298,7 @@ class BlockFp8(Format):
             scales = torch.frexp(scales).exponent - 1 + EXPONENTS
         return {code_end: codes, scale_end: _like(scales.to(kind), like_scales)}
 
-    def _rounded(self, blocks: Tensor, like: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _codes(self, blocks: Tensor, like: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
         _, like_scales = like.values()
         scales = _positive(blocks.abs().amax((-3, -1)) / torch.finfo(FP8).max, torch.float32)
         exponents = (torch.uint8, torch.float8_e8m0fnu)
@@ -328,11 +328,11 @@ class Mxfp4(BlockFp8):
         return _rows(codes, axis, order if axis < -1 else order[::2] // 2)
 
     def _stored(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, like: Parts) -> Parts:
-        if codes.dtype == torch.int64:  # just rounded
+        if codes.dtype == torch.int64:  # just quantised
             codes = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8).view(torch.int8)
         return super()._stored(codes, scales, zeros, like)
 
-    def _rounded(self, blocks: Tensor, like: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _codes(self, blocks: Tensor, like: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
         most = blocks.abs().amax((-3, -1))
         powers = torch.floor(torch.log2(most.clamp(min=torch.finfo(torch.float32).tiny)))
         powers = (powers - 2).clamp(-EXPONENTS, EXPONENTS)  # the largest E2M1 is 1.5 times 2^2
@@ -374,8 +374,8 @@ class Mxfp4Experts(Mxfp4):
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
         one = dict.fromkeys(self.ends, torch.empty(1, 1, dtype=torch.uint8))
-        rounded = super().parts  # of one expert: its codes take four times its memory until packed
-        each = [rounded(value.T, one) for value in values]
+        parts = super().parts  # of one expert: its codes take four times its memory until packed
+        each = [parts(value.T, one) for value in values]
         return {end: torch.stack([parts[end] for parts in each]) for end in self.ends}
 
     def select(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
@@ -585,7 +585,7 @@ class CompressedTensors(Format):
         rows, columns = (n if size >= old else size for n, size, old in sizes)
         return rows, columns
 
-    def _rounded(self, blocks: Tensor, like: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _codes(self, blocks: Tensor, like: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
         highest, kind = 2 ** (self.bits - 1) - 1, like["_scale"].dtype
         if like.get("", like["_scale"]).dtype == FP8:
             scales = _positive(blocks.abs().amax((1, 3)) / torch.finfo(FP8).max, kind)

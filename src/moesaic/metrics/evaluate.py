@@ -80,7 +80,7 @@ def evaluate(
         shots: examples before each question; None for the task's own.
         generations: continue fixed prompts, and measure how the continuations repeat themselves.
         stream: read models given by name layer by layer in any case.
-        baselines: types of :data:`~moesaic.config.ROUNDED`; the original, given by name, is
+        baselines: types of :data:`~moesaic.config.BASELINES`; the original, given by name, is
             measured quantised to each.
         tokenizer: for texts and tasks, when ``model`` is loaded.
         device: where to compute, when a model is a name.
@@ -223,8 +223,8 @@ class ScoredModels:
         if not have_room([self.original], self.device, torch.float32):
             raise MoesaicError(f"baselines needs {self.original.name} in float32: no room for it.")
         place = (self.device, self.track)
-        rounded = rounded_scores(self.original, self.reference, self.tokens, types, *place)
-        return {type: score for type, score, _ in rounded}
+        quantised = quantised_scores(self.original, self.reference, self.tokens, types, *place)
+        return {type: score for type, score, _ in quantised}
 
     def model(self, name: str) -> Model:
         """Return one of the models, loaded."""
@@ -393,7 +393,7 @@ def quantise_in_place(model: Model, type: str) -> int:
 
     Args:
         model: in float32.
-        type: one of :data:`~moesaic.config.ROUNDED`.
+        type: one of :data:`~moesaic.config.BASELINES`.
 
     Returns:
         bytes of the tensors of such a file.
@@ -401,18 +401,18 @@ def quantise_in_place(model: Model, type: str) -> int:
     from gguf import GGMLQuantizationType, quants
 
     kind, arch = GGMLQuantizationType[type.upper()], base_arch(model.config)
-    unrounded, turned = set[int](), set[int]()
+    whole, turned = set[int](), set[int]()
     for layer in arch.layers(model):
         if isinstance(arch, MoEArch) and arch.is_moe(layer):
             view = arch.mixture(layer)
-            unrounded |= {id(p) for p in view.router.parameters()}
+            whole |= {id(p) for p in view.router.parameters()}
             if arch.transposed:
                 turned |= {id(p) for p in view.experts.parameters()}
     size = 0
     for parameter in model.parameters():
         matrix: Tensor = parameter.data
         matrix = matrix.transpose(-1, -2) if id(parameter) in turned else matrix
-        if matrix.ndim < 2 or matrix[..., 0].numel() < 2 or id(parameter) in unrounded:
+        if matrix.ndim < 2 or matrix[..., 0].numel() < 2 or id(parameter) in whole:
             size += 4 * matrix.numel()
             continue
         if matrix.shape[-1] % BLOCK:
@@ -426,7 +426,7 @@ def quantise_in_place(model: Model, type: str) -> int:
     return size
 
 
-def rounded_scores(
+def quantised_scores(
     source: Source,
     reference: Runner,
     tokens: Tokens,
@@ -440,7 +440,7 @@ def rounded_scores(
         source: the model, for which there is room in float32.
         reference: the same model, not quantised.
         tokens: what both are measured on.
-        types: of :data:`~moesaic.config.ROUNDED`.
+        types: of :data:`~moesaic.config.BASELINES`.
         device: where to compute.
         track: shows progress.
 

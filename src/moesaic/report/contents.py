@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moesaic.config import ROUNDED
+from moesaic.config import BASELINES
 from moesaic.record import WEIGHTS, Figure, Record
 from moesaic.report import facts, numbers, tables
 from moesaic.report.blocks import Block, Cell, Section, Sentence, Table, Text
@@ -390,7 +390,7 @@ def other_ways(record: Record) -> list[Sentence]:
 def _bytes_beside(record: Record, name: str) -> str:
     """Return how large a quantised file is beside the result; empty for other comparisons."""
     theirs, ours = (facts.size(record, n, "on disk") for n in (name, facts.wanted(record)))
-    if name not in ROUNDED or not theirs or not ours:
+    if name not in BASELINES or not theirs or not ours:
         return ""
     both = f"{numbers.memory(theirs)} against {numbers.memory(ours)}"
     if abs(theirs / ours - 1) < SAME:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
 
-from moesaic.config import ROUNDED
+from moesaic.config import BASELINES
 from moesaic.record import Heat, Record, Row, Step
 from moesaic.types import Values
 
@@ -66,8 +66,8 @@ def comparisons(record: Record) -> list[str]:
 def variants(record: Record) -> dict[str, str]:
     """Return words for the comparisons of all steps, by name."""
     described = {name: words for step in record.steps for name, words in step.variants.items()}
-    rounded = [name for name in comparisons(record) if name in ROUNDED]
-    return described | {name: f"the original quantised to {name}" for name in rounded}
+    quantised = [name for name in comparisons(record) if name in BASELINES]
+    return described | {name: f"the original quantised to {name}" for name in quantised}
 
 
 def model_name(record: Record) -> str:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from moesaic.config import ROUNDED
+from moesaic.config import BASELINES
 from moesaic.record import Record
 from moesaic.report import facts, numbers
 from moesaic.report.blocks import Format, PlotPoint, Points
@@ -87,7 +87,7 @@ def points(records: Sequence[Record]) -> dict[str, list[MeasuredModel]]:
         texts = models.count(model)
         name = model if texts == 1 else f"{model}, text {models[: i + 1].count(model)}"
         every = [p for n, record in runs for p in _points(record, n)]
-        shared = {p.kind: p for p in reversed(every) if p.kind in ("original", *ROUNDED)}
+        shared = {p.kind: p for p in reversed(every) if p.kind in ("original", *BASELINES)}
         by_name[name] = [p for p in every if shared.get(p.kind, p) is p]
     return by_name
 
@@ -106,7 +106,7 @@ def _points(record: Record, run: int) -> Iterator[MeasuredModel]:
         elif name.isdecimal():
             kind, label, title = "fewer layers", f"{name} layers", f"{steps}, only {name} layers"
         else:
-            number = 0 if name in ROUNDED else run
+            number = 0 if name in BASELINES else run
             title = f"{facts.variants(record).get(name, name)}, beside {steps}"
         yield MeasuredModel(number, kind, label, title, tuple(a.value(record, name) for a in AXES))
 

@@ -1,6 +1,6 @@
 """A model with the values of a GGUF file, layer by layer, and what quantising its tensors costs.
 
-Rows are rounded by ggml's own quantiser, as llama.cpp rounds those of a file, and put in place of
+Rows are quantised by ggml's own quantiser, as llama.cpp does those of a file, and put in place of
 the matrices of a layer while it is open. So a file is measured that was never written, and the KL
 of quantising each group of tensors to each type is estimated.
 
@@ -246,20 +246,20 @@ def tap(layer: nn.Module, arch: Arch, paths: Collection[str], notify: Notify) ->
 
 
 SAMPLED = 16
-"""Experts of a layer, about, by which the KL of rounding all of them is estimated."""
+"""Experts of a layer, about, by which the KL of quantising all of them is estimated."""
 SAMPLED_VALUES = 1 << 26
 """Most values of one matrix of these experts together, where they are more than two."""
 ALL = (slice(None),)
 
 
-class Rounder:
-    """Native model, of which groups of tensors are rounded while they are in memory.
+class QuantisedModel:
+    """Native model, of which groups of tensors are quantised while they are in memory.
 
     Args:
         source: the checkpoint.
         layout: of its file.
         named: llama.cpp's name of a module by transformers'.
-        tokens: the text by which it is rounded, and by which types are chosen.
+        tokens: the text by which it is quantised, and by which types are chosen.
         track: shows progress.
         kept: rows that were quantised before.
     """
@@ -289,7 +289,7 @@ class Rounder:
 
     @cached_property
     def groups(self) -> Mapping[str, int]:
-        """Groups of matrices that are rounded, each with its layer or its place around all layers.
+        """Groups of matrices that are quantised, each with its layer or place around all layers.
 
         Raises:
             MoesaicError: of a tensor of the file no matrix of the model is known.
@@ -301,7 +301,7 @@ class Rounder:
         parts_in = (_names_in(layer, n, self.arch, self.named) for n, layer in enumerate(layers))
         # transformers has these in one with the first of their names
         fused = {name for part in parts_in for _, names in part for name in names[1:]}
-        places = {name: quantiser.order(name)[0] for name in self.layout.rounded}
+        places = {name: quantiser.order(name)[0] for name in self.layout.group_of}
         known = {name for name, place in places.items() if place < self.layout.layers}
         if unknown := known - {*found, *fused}:
             raise MoesaicError(
@@ -309,10 +309,10 @@ class Rounder:
                 f"{self.source.config.model_type} has other names for them. "
                 "export --to gguf --type works."
             )
-        return {self.layout.rounded[name]: place for name, place in found.items()}
+        return {self.layout.group_of[name]: place for name, place in found.items()}
 
     def _held(self, part: nn.Module, place: int) -> dict[str, Tensor]:
-        """Return the matrices of a layer, or of the model around its layers, that are rounded.
+        """Return the matrices of a layer, or of the model around its layers, that are quantised.
 
         Of matrices that transformers has in one, the first one's name stands for all.
 
@@ -320,7 +320,7 @@ class Rounder:
             part: the layer of that number, or the model.
             place: the number; BEFORE for the embeddings, the number of layers for the head.
         """
-        arch, rounded = self.arch, self.layout.rounded
+        arch, group_of = self.arch, self.layout.group_of
         held = dict[str, Tensor]()
         if 0 <= place < self.layout.layers:
             for path, (name, *others) in _names_in(part, place, arch, self.named):
@@ -336,23 +336,23 @@ class Rounder:
                     keys_HIN, values_HNI = _by_head(matrix, self.source.config)
                     block = name.removesuffix(LATENT)
                     parts |= {block + KEYS: keys_HIN, block + VALUES: values_HNI}
-                held |= {name: part for name, part in parts.items() if name in rounded}
+                held |= {name: part for name, part in parts.items() if name in group_of}
             return held
         for path, module in part.named_modules():
             name = f"{self.named(path)}.weight"
-            if (group := rounded.get(name)) in OUTSIDE and (group == HEAD) == (place > 0):
+            if (group := group_of.get(name)) in OUTSIDE and (group == HEAD) == (place > 0):
                 held[name] = module.weight.data
         return held
 
     def _tied(self, model: Model) -> dict[str, Tensor]:
         """Return the head's matrix by the name of the embeddings, where both are one matrix."""
-        path, rounded = path_of(model, model.get_input_embeddings()), self.layout.rounded
+        path, group_of = path_of(model, model.get_input_embeddings()), self.layout.group_of
         name = f"{self.named(path)}.weight"
-        tied = HEAD not in rounded.values() and name in rounded
+        tied = HEAD not in group_of.values() and name in group_of
         return {name: model.get_output_embeddings().weight.data} if tied else {}
 
     @contextmanager
-    def rounded(
+    def quantising(
         self, types: Types, part: nn.Module, place: int, half: int | None = None
     ) -> Iterator[nn.Module]:
         """Quantise tensors of a layer, or of the model's ends, while the context lasts.
@@ -361,8 +361,8 @@ class Rounder:
             types: of tensors.
             part: the layer of that number, or the model; its weights are present.
             place: the number; BEFORE for the embeddings, the number of layers for the head.
-            half: of the experts that are sampled of many, the only ones to round; all weights are
-                given back afterwards. Otherwise the part is not used again.
+            half: of the experts that are sampled of many, the only ones to quantise; all weights
+                are given back afterwards. Otherwise the part is not used again.
         """
         held = self._held(part, place)
         if place == self.layout.layers:
@@ -370,12 +370,12 @@ class Rounder:
         before = list[tuple[Tensor, Tensor]]()
         for name, matrix in held.items():
             if (type := self._type(types, name)) != WHOLE:
-                halves = self._halves(self.layout.rounded[name]) if "_exps." in name else ALL
+                halves = self._halves(self.layout.group_of[name]) if "_exps." in name else ALL
                 for chosen in ALL if half is None else halves[half : half + 1]:
                     some = matrix[chosen]
                     if half is not None:
                         before.append((some, exact_copy(some)))
-                    self._round(name, type, some, chosen)
+                    self._quantise(name, type, some, chosen)
         try:
             yield part
         finally:
@@ -384,12 +384,12 @@ class Rounder:
 
     def _type(self, types: Types, name: str) -> str:
         """Return the type that a tensor gets; WHOLE if it is not quantised."""
-        of_group = types.get(self.layout.rounded[name])
+        of_group = types.get(self.layout.group_of[name])
         if name in types or of_group is None:
             return types.get(name, WHOLE)
         return self.layout.tensors[name].as_type(of_group, name in self.weights).type
 
-    def _round(self, name: str, type: str, matrix: Tensor, chosen: slice) -> None:
+    def _quantise(self, name: str, type: str, matrix: Tensor, chosen: slice) -> None:
         """Replace a matrix's values by those quantised to a type, part by part.
 
         Args:
@@ -428,13 +428,13 @@ class Rounder:
         return next((self.layout.tensors[name].shape for name in stacked), ())
 
     def change(self, types: Types) -> PartChange:
-        """Return the change that rounds a layer while a stream has it open.
+        """Return the change that quantises a layer while a stream has it open.
 
         Raises:
             MoesaicError: of a tensor of the file no matrix of the model is known.
         """
         _ = self.groups
-        return partial(self.rounded, types)
+        return partial(self.quantising, types)
 
     # --- estimates -------------------------------------------------------------------------------
 
@@ -462,7 +462,7 @@ class Rounder:
         """Return the change that quantises a group, or half of its sampled experts, to one type."""
 
         def at(place: int) -> StandIn:
-            return lambda part: self.rounded({group: type}, part, place, half)
+            return lambda part: self.quantising({group: type}, part, place, half)
 
         places = {self.groups[group]}
         if group == EMBEDDINGS and HEAD not in self.groups:
@@ -471,7 +471,7 @@ class Rounder:
 
     def _tensors(self, group: str) -> list[str]:
         """Return the names of a group's tensors."""
-        return [name for name, other in self.layout.rounded.items() if other == group]
+        return [name for name, other in self.layout.group_of.items() if other == group]
 
     def prices(self, types: Sequence[str], found: Iterable[Price]) -> dict[str, dict[str, Price]]:
         """Return prices by type and group.
