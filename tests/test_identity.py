@@ -44,6 +44,7 @@ from moesaic.io import checkpoint
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import resolve
 from moesaic.pipeline import run_recipe
+from moesaic.train import text as training
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft's, not ours
@@ -299,11 +300,11 @@ def test_a_stream_of_training_texts_is_known_by_its_first_ones():
     def texts(count):
         return ({"input_ids": [n]} for n in range(count))
 
-    known = checkpoint.examples_fingerprint(texts(checkpoint.EXAMPLES))
-    longer = checkpoint.EXAMPLES + 1
-    assert checkpoint.examples_fingerprint(texts(longer)) == known
-    assert checkpoint.examples_fingerprint([*texts(longer)]) != known
-    assert checkpoint.examples_fingerprint(texts(checkpoint.EXAMPLES - 1)) != known
+    known = training.examples_fingerprint(texts(training.EXAMPLES))
+    longer = training.EXAMPLES + 1
+    assert training.examples_fingerprint(texts(longer)) == known
+    assert training.examples_fingerprint([*texts(longer)]) != known
+    assert training.examples_fingerprint(texts(training.EXAMPLES - 1)) != known
 
 
 def test_a_training_that_is_whole_takes_no_step_more(tmp_path):

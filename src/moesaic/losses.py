@@ -1,6 +1,6 @@
-"""Losses of next-token predictions, computed from logits.
+"""Losses of next-token predictions, computed from logits, and the test that compares two.
 
-Shape suffixes: B windows of a batch, L tokens, V vocabulary, T predicted tokens.
+Shape suffixes: B windows of a batch, L tokens, V vocabulary, T predicted tokens, N windows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from moesaic.data.text import IGNORED
 
 CHUNK, ACCELERATED = 1 << 20, 1 << 26
 """Log-probabilities that :func:`in_chunks` computes at a time on a CPU (4 MB), and elsewhere."""
+SURE = 2.0
+"""Standard errors of the mean difference above which one choice is significantly worse."""
 
 
 def predicting(labels_BL: Tensor) -> Tensor:
@@ -54,3 +56,25 @@ def divergence(p_TV: Tensor, q_TV: Tensor) -> Tensor:
     # tokens with p = 0 add nothing, even if q = 0 too
     difference_TV = (p_TV - q_TV).masked_fill_(p_TV == -torch.inf, 0)
     return (p_TV.exp() * difference_TV).double().sum(-1)
+
+
+def significantly_worse(losses_N: Tensor, best_N: Tensor, errors: float = SURE) -> bool:
+    """Return True if ``losses_N`` is higher than ``best_N`` by more than ``errors`` standard
+    errors.
+
+    Args:
+        losses_N: losses of one change, by window or token.
+        best_N: losses of another change on the same windows, which pairs them.
+        errors: standard errors of the mean difference. One window has no error: False.
+
+    >>> best_N = torch.tensor([2.0, 3.0, 4.0])
+    >>> significantly_worse(best_N + 1, best_N)
+    True
+    >>> significantly_worse(best_N.flip(0), best_N), significantly_worse(best_N, best_N)
+    (False, False)
+    """
+    difference_N = losses_N - best_N
+    if len(difference_N) < 2:
+        return False
+    error = difference_N.std() / len(difference_N) ** 0.5
+    return bool(difference_N.mean() > errors * error)

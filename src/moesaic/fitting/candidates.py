@@ -22,10 +22,10 @@ from moesaic.exports.quantiser import WHOLE
 from moesaic.families import Family, Shape
 from moesaic.fitting.config import FitConfig
 from moesaic.io.source import Source
+from moesaic.losses import significantly_worse
 from moesaic.methods import METHODS
 from moesaic.metrics.score import Score
 from moesaic.plans.condensed import cache_leaders
-from moesaic.plans.recovery import significantly_worse
 from moesaic.sizes import ResultSize, Skeleton, Steps, conversions, steps_as_json
 from moesaic.types import JSON
 
@@ -264,7 +264,7 @@ def simplest(candidates: Iterable[Candidate]) -> Candidate | None:
 
     It has at most :data:`SIMPLER` times the best one's KL, as few windows cannot show small
     differences. Simpler is an ordinary checkpoint, then fewer steps, then one type for all, then a
-    lower KL. Two are compared by :func:`moesaic.plans.recovery.significantly_worse`, paired by
+    lower KL. Two are compared by :func:`moesaic.losses.significantly_worse`, paired by
     window; with a single window the best one is returned. None if the list is empty.
     """
 

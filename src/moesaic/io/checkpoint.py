@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from io import BufferedReader
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeAlias
 
@@ -548,8 +547,6 @@ READS = 16_384
 """Sampled pieces of a checkpoint, unless LEAST of every tensor are more: seconds on a cold disk."""
 IN_MEMORY = "memory-"
 """Prefix of a loaded model's fingerprint."""
-EXAMPLES = 64
-"""Training texts of an endless stream that its fingerprint covers."""
 
 
 def pieces(nbytes: int, tensors: int) -> list[tuple[int, int]]:
@@ -612,19 +609,3 @@ def tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
 def model_fingerprint(model: Model) -> str:
     """Return the fingerprint of a loaded model's weights, which begins with :data:`IN_MEMORY`."""
     return IN_MEMORY + tensors_fingerprint(model.state_dict())
-
-
-def examples_fingerprint(examples: Iterable[Values]) -> str:
-    """Return the fingerprint of training texts, given as token ids and labels.
-
-    A stream may have an attribute ``fingerprint``; else its first :data:`EXAMPLES` texts count.
-    """
-    fingerprint = getattr(examples, "fingerprint", None)
-    if fingerprint is not None:
-        return str(fingerprint)
-    digest = hashlib.sha256()
-    sized = hasattr(examples, "__len__")
-    for example in examples if sized else islice(examples, EXAMPLES):
-        plain = {name: list(map(int, ids)) for name, ids in sorted(example.items())}
-        digest.update(json.dumps(plain).encode())
-    return digest.hexdigest()[:16]

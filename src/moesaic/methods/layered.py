@@ -23,6 +23,7 @@ import torch
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import FFN, MoEFFN
 from moesaic.arch.routing import RoutingFunction
+from moesaic.losses import significantly_worse
 from moesaic.methods.base import A, C, Decision, Method, Outline
 from moesaic.modules.running import LayerTokens
 from moesaic.observation.changes import divergences, layer_replacement
@@ -31,7 +32,6 @@ from moesaic.observation.job import Job
 from moesaic.observation.stats import Stats, Tally, bytes_of
 from moesaic.plan import Plan, Progress
 from moesaic.plans.base import LayerPlan
-from moesaic.plans.recovery import significantly_worse
 from moesaic.surgery import converted_copy
 from moesaic.types import JSON
 
@@ -202,7 +202,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """Simpler alternatives with the same budget, by name.
 
         All are compared by KL on held-out windows. This method's result is used only if every
-        alternative is :func:`~moesaic.plans.recovery.significantly_worse`; otherwise the best
+        alternative is :func:`~moesaic.losses.significantly_worse`; otherwise the best
         alternative is."""
         return {}
 

@@ -30,14 +30,13 @@ from torch import Tensor
 from moesaic.arch.dense import DenseFFN
 from moesaic.arch.mixture import MoEFFN
 from moesaic.io.checkpoint import not_finite
+from moesaic.losses import significantly_worse
 from moesaic.modules.running import LayerTokens
 from moesaic.types import JSON
 
 STRENGTHS = (math.inf, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 1e-4, 1e-5)
 """Candidates of lambda, relative to the features' mean square. Infinite: all weights zero."""
 
-SURE = 2.0
-"""Standard errors of the mean difference above which one choice is significantly worse."""
 
 HELD_OUT = 5
 """Number of parts into which every batch's tokens are cut; the last is held out."""
@@ -278,28 +277,6 @@ def ridge_path(
                 rest_FO -= length_O * bent_FO
                 before_O = size_O
         yield w_FO
-
-
-def significantly_worse(losses_N: Tensor, best_N: Tensor, errors: float = SURE) -> bool:
-    """Return True if ``losses_N`` is higher than ``best_N`` by more than ``errors`` standard
-    errors.
-
-    Args:
-        losses_N: losses of one change, by window or token.
-        best_N: losses of another change on the same windows, which pairs them.
-        errors: standard errors of the mean difference. One window has no error: False.
-
-    >>> best_N = torch.tensor([2.0, 3.0, 4.0])
-    >>> significantly_worse(best_N + 1, best_N)
-    True
-    >>> significantly_worse(best_N.flip(0), best_N), significantly_worse(best_N, best_N)
-    (False, False)
-    """
-    difference_N = losses_N - best_N
-    if len(difference_N) < 2:
-        return False
-    error = difference_N.std() / len(difference_N) ** 0.5
-    return bool(difference_N.mean() > errors * error)
 
 
 class Balance:

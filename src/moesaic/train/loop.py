@@ -39,13 +39,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import examples_fingerprint
 from moesaic.io.models import multiplies_natively
 from moesaic.io.trust import mapping_of
 from moesaic.losses import predicting
 from moesaic.plan import Progress
 from moesaic.train.learning import NextToken, Objective, Schedule, checkpointing, collate
-from moesaic.train.text import Example
+from moesaic.train.text import Example, examples_fingerprint
 from moesaic.types import Figures, Model, Track, Values, silent
 
 TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"

@@ -6,6 +6,7 @@ Streamed text is packed into windows without padding, mixed by weights.
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from moesaic.data.text import (
     windows,
 )
 from moesaic.errors import MoesaicError
-from moesaic.types import Config, Tokenizer
+from moesaic.types import Config, Tokenizer, Values
 
 Example = dict[str, list[int]]
 """``input_ids`` and ``labels`` of one text."""
@@ -41,6 +42,9 @@ AT_ONCE = 1_000_000
 """Characters that are tokenised at a time."""
 SAMPLED = 8
 """Windows of each source that a fingerprint covers."""
+
+EXAMPLES = 64
+"""Training texts of an endless stream that its fingerprint covers."""
 
 
 class TrainingTexts(Sequence[Example]):
@@ -301,3 +305,19 @@ def _whole(rows: Rows, tokenizer: Tokenizer, length: int, answers: bool) -> Trai
     if not examples:
         raise MoesaicError(f"length {length}: the text does not fill one window; lower it.")
     return examples
+
+
+def examples_fingerprint(examples: Iterable[Values]) -> str:
+    """Return the fingerprint of training texts, given as token ids and labels.
+
+    A stream may have an attribute ``fingerprint``; else its first :data:`EXAMPLES` texts count.
+    """
+    fingerprint = getattr(examples, "fingerprint", None)
+    if fingerprint is not None:
+        return str(fingerprint)
+    digest = hashlib.sha256()
+    sized = hasattr(examples, "__len__")
+    for example in examples if sized else islice(examples, EXAMPLES):
+        plain = {name: list(map(int, ids)) for name, ids in sorted(example.items())}
+        digest.update(json.dumps(plain).encode())
+    return digest.hexdigest()[:16]

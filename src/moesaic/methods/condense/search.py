@@ -62,7 +62,7 @@ from moesaic.arch.dense import hands_on
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, mean_over_processes
-from moesaic.losses import next_token_loss, predicting
+from moesaic.losses import next_token_loss, predicting, significantly_worse
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import random_scores
 from moesaic.modules.running import SpilledList
@@ -70,7 +70,6 @@ from moesaic.observation.changes import Metric, branches, layer_replacement, win
 from moesaic.observation.stream import Block, LayerStream, valid
 from moesaic.plans.base import NO_EXPERTS
 from moesaic.plans.condensed import NO_FFN, CondensedLayer, DroppedLayer
-from moesaic.plans.recovery import significantly_worse
 from moesaic.types import JSON
 
 TINY = torch.finfo(torch.float32).tiny
