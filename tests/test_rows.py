@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from builders import documents, pages, tiny_model
-from tokenizers import processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 import moesaic
 from moesaic.data.reader import shipped_texts
@@ -206,6 +207,45 @@ def test_only_what_the_model_answers_is_learned(tokenizer):
     example = answered(pair_of({"messages": [model]}, one), one, 99, [BOS])
     assert example["input_ids"][:2].count(BOS) == 1
     assert example["labels"][0] == IGNORED
+
+
+SPACED = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} "
+    "[/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""Mixtral's template."""
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("scheme", ["prepend", "always", "first", "never"])
+def test_an_answer_has_the_tokens_of_the_whole_text(scheme, fast, monkeypatch):
+    """As Llama-2's tokenizers, which put a space before any text, have them in the template."""
+    raw = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    if scheme == "prepend":
+        before = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        raw.normalizer = normalizers.Sequence(before)
+    else:
+        raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    texts = shipped_texts("calibration", "prose")[:9]
+    special = ["<unk>", "<s>", "</s>"]
+    options = {"special_tokens": special, "show_progress": False, "max_token_length": 8}
+    raw.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, **options))
+    of_special = dict(zip(("unk_token", "bos_token", "eos_token"), special, strict=True))
+    own = PreTrainedTokenizerFast(tokenizer_object=raw, **of_special)
+    own.chat_template = SPACED
+    turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "the sea"}]
+    whole = own.apply_chat_template(turns, return_dict=False)
+    if not fast:
+        monkeypatch.setattr(type(own), "is_fast", False)
+    example = answered(pair_of({"messages": turns}, own), own, 99)
+    assert example["input_ids"] == whole
+    learned = [label for label in example["labels"] if label != IGNORED]
+    assert whole[-len(learned) :] == learned
+    spelt = "".join(own.convert_ids_to_tokens(learned)).replace("▁", " ")
+    assert spelt.strip() == "the sea</s>"
+    plain = answered(PromptAnswer("Question: What? Answer:", " the sea"), own, 99)
+    text = "Question: What? Answer: the sea</s>"
+    assert plain["input_ids"] == own(text, add_special_tokens=False)["input_ids"]
 
 
 def test_parts_of_text_are_a_text(tokenizer):

@@ -11,7 +11,7 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import cast
 
@@ -201,20 +201,32 @@ def answered(
     Raises:
         RowError: the cut leaves nothing of the answer.
     """
-    prompt, answer = (
-        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        for text in (pair.prompt, pair.answer)
-    )
-    if (prompt + answer)[: len(begin)] == [*begin]:  # a chat template has written them
-        answer = answer[max(0, len(begin) - len(prompt)) :]
-        prompt = prompt[len(begin) :]
-    prompt = [*begin, *prompt]
+    ids, count = _tokens_of(pair, tokenizer)
+    written = len(begin) if ids[: len(begin)] == [*begin] else 0  # by a chat template
+    prompt, answer = [*begin, *ids[written:count]], ids[max(count, written) :]
     end = [] if _ended(answer, tokenizer) else [tokenizer.eos_token_id]
     ids = (prompt + answer + end)[:length]
     labels = ([IGNORED] * len(prompt) + answer + end)[:length]
     if all(label == IGNORED for label in labels[1:]):
         raise RowError(f"length {length}: after a prompt nothing of its answer is left; raise it.")
     return {"input_ids": ids, "labels": labels}
+
+
+def _tokens_of(pair: PromptAnswer, tokenizer: Tokenizer) -> tuple[list[int], int]:
+    """Return the tokens of a prompt and its answer, and how many are the prompt's alone.
+
+    Both are one text, as in the model's use: by itself an answer may have other tokens, since many
+    tokenizers put a space before any text.
+    """
+    whole, options = pair.prompt + pair.answer, {"add_special_tokens": False, "verbose": False}
+    if tokenizer.is_fast:
+        found = tokenizer(whole, return_offsets_mapping=True, **options)
+        return found["input_ids"], sum(
+            end <= len(pair.prompt) for _, end in found["offset_mapping"]
+        )
+    ids, alone = (tokenizer(text, **options)["input_ids"] for text in (whole, pair.prompt))
+    same = takewhile(lambda both: both[0] == both[1], zip(ids, alone, strict=False))
+    return ids, sum(1 for _ in same)
 
 
 def _ended(answer: Sequence[int], tokenizer: Tokenizer) -> bool:
