@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import equal, examples, losses_of, tiny_model, tiny_moe
+from builders import equal, examples, losses_of, stored, tiny_model, tiny_moe
 
 import moesaic
 from moesaic import CondenseConfig, MoesaicError, MoREConfig, Plan, SkipConfig, TuneConfig
 from moesaic.arch.lookup import base_arch, moe_arch
+from moesaic.io.source import resolve
 from moesaic.modules.running import always_routing
 from moesaic.plans.cut import CutLayer
 from moesaic.recipe import Recipe
@@ -266,6 +267,15 @@ def test_bfloat16_trains_in_float32_and_stays_bfloat16(tokens):
     tuned = moesaic.tune(model, TuneConfig(steps=3, lr=1e-2), text=examples(), plan=result.plan)
     assert all(p.dtype == torch.bfloat16 for p in tuned.model.parameters())
     assert changed(before, tuned.model)
+
+
+def test_a_trained_model_computes_as_it_was_saved(tmp_path):
+    """In its own types, routers in float32, and not under the Trainer's autocast."""
+    base = stored(tiny_moe("deepseek_v3").to(torch.bfloat16), tmp_path / "base")
+    ids = torch.tensor([examples()[0]["input_ids"]])
+    tuned = moesaic.tune(base, TuneConfig(what="all", steps=1), text=examples())
+    saved = resolve(str(tuned.save_pretrained(tmp_path / "out"))).load()
+    assert torch.equal(tuned.model(ids).logits, saved(ids).logits)
 
 
 def test_parameters_get_their_type_back_however_it_ends():

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -306,6 +306,9 @@ def train(
         loop.model_accepts_loss_kwargs = True  # what compute_loss returns is a step's mean already
         loop.remove_callback(PrinterCallback)
         shape = _Shape(model)
+        if not loop.is_fsdp_enabled:  # the model computes in its own types again, as it is saved
+            unwrap = partial(loop.accelerator.unwrap_model, keep_fp32_wrapper=False)
+            meanwhile.callback(unwrap, loop.model)
         loop.finish(last_checkpoint(folder))
         shape.restore()
         bar.close()
