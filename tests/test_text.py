@@ -944,7 +944,7 @@ def test_text_beside_statistics_is_refused_or_read(moe_folder, tmp_path, done, r
         [*prune, *shipped],
         [*skip, "--seed", 7],
     ):
-        err = refused("the statistics were observed on theirs", *line)
+        err = refused("the statistics were observed on text", *line)
         assert f"{line[len(prune if line[0] == 'prune' else skip)]}" in err
     own = {"samples": 11, "length": 24}
     for line in (prune, skip):
