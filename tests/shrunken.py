@@ -121,6 +121,13 @@ MORE: dict[str, dict[str, Any]] = {
         + ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
     },
+    **{
+        kind: {"rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25,
+            "mrope_section": [1, 0, 0], "mrope_interleaved": True,
+        }}
+        for kind in ("qwen3_5_text", "qwen3_5_moe_text")
+    },
     "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0},
     **dict.fromkeys(("olmo_hybrid", "kimi_linear", "bailing_hybrid"), HYBRID),
 }  # fmt: skip

@@ -30,7 +30,7 @@ from builders import (
 )
 from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file
-from shrunken import small_model, small_whole
+from shrunken import small_config, small_model, small_whole
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -344,6 +344,20 @@ LLAMACPP = {
     "norm_topk_prob=False": ("qwen3_moe", {"norm_topk_prob": False}, {"norm_topk_prob": True}),
     "norm_topk_prob=True": ("olmoe", {"norm_topk_prob": True}, {"num_key_value_heads": 4}),
     "wants as many": ("olmoe", {"num_key_value_heads": 2}, {"num_key_value_heads": 4}),
+    "its dots1 wants as many": ("dots1", {}, {"num_key_value_heads": 4}),
+    "every fourth full": ("exaone4", {}, {"layer_types": ["full_attention"] * 4}),
+    "the first one full": ("laguna", {}, {"sliding_window": 0}),
+    "mup_enabled or route_norm": (
+        "afmoe",
+        {"mup_enabled": True, "route_norm": False},
+        {"mup_enabled": True, "route_norm": True},
+    ),
+    "but every fourth": ("smollm3", {"no_rope_layers": [1] * 4}, {}),
+    "32 pairs of rotary": (
+        "qwen3_5_text",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+        {},
+    ),
     "its loader wants experts in every": ("qwen3_moe", {"mlp_only_layers": [1]}, None),
     "dense layers between routed ones": (
         "nemotron_h",
@@ -386,9 +400,11 @@ LLAMACPP = {
 @pytest.mark.parametrize("message", LLAMACPP)
 def test_what_llamacpp_would_read_otherwise(message):
     model_type, changes, fine = LLAMACPP[message]
-    assert message in " ".join(lacking(tiny_config(model_type, **changes)))
+    newer = model_type in ("dots1", "exaone4", "laguna", "afmoe", "smollm3", "qwen3_5_text")
+    config = small_config if newer else tiny_config
+    assert message in " ".join(lacking(config(model_type, **changes)))
     if fine is not None:
-        assert lacking(tiny_config(model_type, **fine)) == []
+        assert lacking(config(model_type, **fine)) == []
 
 
 # --- GGUF ----------------------------------------------------------------------------------------
@@ -407,8 +423,13 @@ class TextModel:
 class Glm4MoeModel(TextModel):
     dir_model = Path("plain")
     def set_vocab(self): raise KeyError("[gMASK]")
+class GraniteHybridModel:
+    hparams = {"layer_types": ["linear_attention", "full_attention", "attention"]}
+    def get_attn_layers(self):
+        return [i for i, kind in enumerate(self.hparams["layer_types"]) if kind == "attention"]
 def main():
     folder, outfile, outtype = sys.argv[1], sys.argv[3], sys.argv[5]
+    assert GraniteHybridModel().get_attn_layers() == [1, 2]
     if "refuse" in str(folder): raise SystemExit("pre-tokenizer was not recognized")
     said = [ModelBase.load_hparams(name).get("scoring_func") for name in ("mixtral", "deepseek_v3")]
     assert said == [None, "sigmoid"]

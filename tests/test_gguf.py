@@ -797,6 +797,12 @@ def test_keys_and_values_of_mla_are_those_of_the_file(tmp_path, tokens):
 UNSIZED = ("gpt_bigcode", "granitemoehybrid", "lfm2", "llama4_text")
 MEASURED = (*UNSIZED, "afmoe", "dots1", "exaone4", "exaone_moe", "glm4_moe", "gpt_oss", "olmo2")
 MEASURED += ("qwen2_moe", "qwen3_5_text")
+READ = {
+    "exaone4": {"layer_types": ["full_attention"] * 4},
+    "dots1": {"num_key_value_heads": 4},
+    "afmoe": {"mup_enabled": True, "route_norm": True},
+}
+"""What llama.cpp takes an architecture to have."""
 
 
 @pytest.mark.skipif(OLD, reason="this transformers reads no such file")
@@ -806,7 +812,7 @@ def test_the_values_that_are_measured_are_those_of_the_file(model_type, tmp_path
     needs_llamacpp(converter=True)
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
     sizes |= {"linear_num_value_heads": 4, "linear_value_head_dim": 16, "norm_topk_prob": False}
-    sizes = {} if model_type in UNSIZED else sizes
+    sizes = READ.get(model_type, {}) | ({} if model_type in UNSIZED else sizes)
     files = Files(resolve(str(stored(small_model(model_type, **sizes), tmp_path))), "", tmp_path)
     files.original.tokens, quantised = tokens.rows(slice(2)), files.original.quantised
     types, file = files.uniform(None, "q4_k_m")[0], tmp_path / "made.gguf"

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from builders import carved_model
+from shrunken import small_model
 from torch import nn
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
@@ -141,3 +142,14 @@ def test_a_compiled_model_generates_the_same():
     torch.testing.assert_close(
         compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits
     )
+
+
+def test_a_loaded_granite_is_written_in_its_published_words(tmp_path):
+    """transformers renames its layer types, by which llama.cpp's converter finds attention."""
+    model = small_model("granitemoehybrid")
+    assert set(model.config.layer_types) == {"linear_attention", "full_attention"}
+    hub.save_live(model, None, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["layer_types"] == ["mamba", "attention", "mamba", "attention"]
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert read.config.layer_types == model.config.layer_types

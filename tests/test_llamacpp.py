@@ -37,6 +37,7 @@ from shrunken import small_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+import moesaic
 from moesaic import FitConfig, MoesaicError, MoREConfig, PruneConfig, Recipe, SlimConfig, export
 from moesaic.api import carve, slim, verb
 from moesaic.arch.lookup import base_arch
@@ -245,6 +246,24 @@ def test_tiny_models_have_the_same_logits(case, vocabularies, tmp_path):
     model = tiny_model(model_type, vocab_size=BPE, **changes)
     layers = {i: carved_layer(*shape, seed=i) for i, shape in shapes.items()}
     assert largest_difference(model, layers, vocabularies, tmp_path) < 1e-4
+
+
+UNSAID = {"dots1": {"num_key_value_heads": 4}, "minimax_m2": {"rotary_dim": 8}, "exaone_moe": {}}
+
+
+@pytest.mark.parametrize("verb", ["", "prune"])
+@pytest.mark.parametrize("model_type", UNSAID)
+def test_scores_that_no_config_names_are_the_models(model_type, verb, tmp_path):
+    """Sigmoids in transformers' classes, without which llama.cpp aborted."""
+    base = stored(small_model(model_type, **UNSAID[model_type]), tmp_path / "base")
+    if verb:
+        calibration = torch.randint(1, 380, (8, 16))
+        made = moesaic.prune(base, keep=6, score="frequency", calibration=calibration)
+        base = made.save_pretrained(tmp_path / "out")
+    export(str(base), tmp_path / "model.gguf", to="gguf", type="f32")
+    ids = torch.randint(1, 380, (40,), generator=torch.Generator().manual_seed(4))
+    wanted, found = logits_of(resolve(str(base)), ids), logits_in(tmp_path / "model.gguf", ids)
+    torch.testing.assert_close(found[:, : wanted.shape[1]], wanted, rtol=0, atol=1e-4)
 
 
 SUPPORTED = {

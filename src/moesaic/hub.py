@@ -65,8 +65,15 @@ programs may read another."""
 KEPT = ("base", PLAIN)
 """Header keys that describe the model that the first of several plans was made for."""
 SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-UNSAID = {"deepseek_v3": SIGMOID, "dots1": SIGMOID}
+SCORED = {"scoring_func": "sigmoid"}
+UNSAID = {
+    **dict.fromkeys(("deepseek_v3", "dots1"), SIGMOID),
+    "minimax_m2": SCORED,
+    "exaone_moe": SCORED,
+}
 """Config keys, by architecture, that engines look for and transformers' classes imply."""
+PUBLISHED = {"granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"}}
+"""Layer types of published configs, by architecture and transformers' names, which it writes."""
 
 MODELS = (AutoModelForCausalLM, AutoModel)
 """Auto classes of transformers: with a head, and without."""
@@ -490,6 +497,9 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
                 values = {alias: now[name], name: now[name]}
             plain |= {k: values.get(k, now[name]) for k in (alias, name)}
     plain = {**_engine_keys(config), **plain}
+    published = PUBLISHED.get(config.model_type.removeprefix(PREFIX), {})
+    if source is None and published and "layer_types" in plain:
+        plain["layer_types"] = [published.get(kind, kind) for kind in plain["layer_types"]]
     if not config.model_type.startswith(PREFIX):
         for keys in (plain, outer or {}):
             keys.pop("auto_map", None)  # names code that is not copied

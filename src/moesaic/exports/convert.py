@@ -38,6 +38,10 @@ import numpy as np
 
 UNMERGED = -1e6
 """Score of tokens that no merge makes, such as single characters."""
+SIGMOID = ("deepseek_v3", "dots1", "exaone_moe", "minimax_m2")
+"""Architectures whose routers are sigmoids in transformers' classes, which no config says."""
+LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}
+"""Layer types of Granite 4.0 as published, by the names that transformers writes."""
 SPACE = "\u2581"
 """Character that SentencePiece writes for a space."""
 
@@ -55,10 +59,19 @@ def main(request: str, output: int = 1) -> None:
     if settings:  # transformers loads no tokenizer beside a config that it does not know
         importlib.import_module("moesaic")
     split = importlib.util.find_spec("conversion")  # newer versions have one file per family
-    glm, base = (
+    glm, granite, base = (
         importlib.import_module(f"conversion.{name}") if split else converter
-        for name in ("glm", "base")
+        for name in ("glm", "granite", "base")
     )
+    find = granite.GraniteHybridModel.get_attn_layers
+
+    def attention_layers(self: Any) -> list[int]:
+        kinds = self.hparams.get("layer_types") or []
+        self.hparams["layer_types"] = [LAYERS.get(kind, kind) for kind in kinds]
+        layers: list[int] = find(self)
+        return layers
+
+    granite.GraniteHybridModel.get_attn_layers = attention_layers
     base.ModelBase.no_mtp = not predicting
     base.ModelBase.settings = settings  # read in ``completed`` below
     glm.Glm4MoeModel.set_vocab = lambda self: self._set_vocab_gpt2()
@@ -81,7 +94,7 @@ def main(request: str, output: int = 1) -> None:
 
     def completed(*args: object, **options: object) -> dict[str, object]:
         hparams: dict[str, object] = load(*args, **options)
-        if hparams.get("model_type") == "deepseek_v3":
+        if hparams.get("model_type") in SIGMOID:
             hparams.setdefault("scoring_func", "sigmoid")
         settings = base.ModelBase.settings
         kept = {name: value for name, value in hparams.items() if name not in settings}

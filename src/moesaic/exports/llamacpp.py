@@ -481,10 +481,50 @@ def _normed(config: Config) -> Iterator[str]:
         yield f"norm_topk_prob={config.norm_topk_prob}: its {kind} knows only {normed}"
 
 
+def _all_heads(config: Config) -> Iterator[str]:
+    if config.num_key_value_heads != config.num_attention_heads:
+        yield f"fewer key-value heads than heads: its {config.model_type} wants as many"
+
+
 def _olmoe(config: Config) -> Iterator[str]:
     yield from _normed(config)
-    if config.num_key_value_heads != config.num_attention_heads:
-        yield "fewer key-value heads than heads: its OLMoE wants as many"
+    yield from _all_heads(config)
+
+
+def _sliding(config: Config) -> list[bool]:
+    """Return True for each layer with sliding attention."""
+    return [attention == "sliding_attention" for attention in config.layer_types]
+
+
+def _exaone4(config: Config) -> Iterator[str]:
+    layers = config.num_hidden_layers
+    if _sliding(config) != [layers == 64 and (i + 1) % 4 > 0 for i in range(layers)]:
+        yield "sliding attention elsewhere than in EXAONE-4.0-32B: 64 layers, every fourth full"
+
+
+def _laguna(config: Config) -> Iterator[str]:
+    if _sliding(config) != [
+        bool(config.sliding_window) and i % 4 > 0 for i, _ in enumerate(config.layer_types)
+    ]:
+        yield "full attention elsewhere than in every layer of 4, the first one full"
+
+
+def _afmoe(config: Config) -> Iterator[str]:
+    if not (config.mup_enabled and config.route_norm):
+        yield "mup_enabled or route_norm that is not True: its afmoe takes both to be"
+
+
+def _smollm3(config: Config) -> Iterator[str]:
+    if [*config.no_rope_layers] != [int((i + 1) % 4 > 0) for i in range(config.num_hidden_layers)]:
+        yield "rotary positions elsewhere than in all layers but every fourth"
+
+
+def _qwen3_5(config: Config) -> Iterator[str]:
+    rotary = config.rope_parameters or {}
+    sections = sum(rotary.get("mrope_section") or (11, 11, 10))  # the converter's default
+    pairs = int(head_dim_of(config) * rotary.get("partial_rotary_factor", 1.0)) // 2
+    if sections > pairs:
+        yield f"{sections} pairs of rotary dimensions in mrope_section, of {pairs}"
 
 
 def _gemma(config: Config) -> Iterator[str]:
@@ -493,7 +533,7 @@ def _gemma(config: Config) -> Iterator[str]:
     scalar, every = attention_scalar(config, SCALARS[kind]), {"gemma2": 2, "gemma3": 6}[kind]
     if config.query_pre_attn_scalar != scalar:
         yield f"query_pre_attn_scalar={config.query_pre_attn_scalar}: its {kind} takes {scalar}"
-    sliding = [attention == "sliding_attention" for attention in config.layer_types]
+    sliding = _sliding(config)
     if sliding != [(i + 1) % every > 0 for i in range(len(sliding))]:
         yield f"full attention elsewhere than in every layer of {every}"
     if kind == "gemma3" and config.final_logit_softcapping:
@@ -518,7 +558,7 @@ def _deepseek_v4(config: Config) -> Iterator[str]:
 
 def _alternating(config: Config) -> Iterator[str]:
     """Require gpt-oss's pattern: llama.cpp gives every second layer full attention."""
-    sliding = [attention == "sliding_attention" for attention in config.layer_types]
+    sliding = _sliding(config)
     if sliding != [i % 2 == 0 for i in range(len(sliding))]:
         yield "attention types that do not alternate, sliding first"
 
@@ -538,6 +578,12 @@ _BY_TYPE: dict[str, Callable[[Config], Iterator[str]]] = {
     "glm4_moe": _glm,
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), _normed),
     "olmoe": _olmoe,
+    "dots1": _all_heads,
+    "exaone4": _exaone4,
+    "laguna": _laguna,
+    "afmoe": _afmoe,
+    "smollm3": _smollm3,
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _qwen3_5),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _deepseek),
     "deepseek_v4": _deepseek_v4,
     "gpt_oss": _alternating,
