@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import edited, few_forms
+import torch
+from builders import edited, few_forms, pages, stored, tiny_moe
 from jinja2 import TemplateError
 from rich.table import Table
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import moesaic
 from moesaic import MoesaicError, Plan, PruneConfig, report
@@ -495,3 +498,121 @@ def test_any_change_of_keys_and_types_ends_in_a_result_or_a_message(rounds, soun
     outcomes = [(n, *fuzz.tried(n, sound)) for n in range(rounds * len(fuzz.KINDS))]
     assert not [o for o in outcomes if o[2] not in ("result", "refused")]
     assert {o[2] for o in outcomes} == {"result", "refused"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_statistics_of_no_text_are_refused(value, tmp_path, moe_folder, refused):
+    """They decided: of experts without a score those of the first numbers were removed."""
+    calibration = torch.randint(1, 99, (2, 32))
+    file = observe(str(moe_folder), tmp_path / "stats.safetensors", calibration=calibration)
+    held, about = load_file(file), safe_open(file, "pt").metadata()
+    damaged = {n: torch.full_like(t, value) for n, t in held.items() if n.endswith("norm_E")}
+    save_file(held | damaged, file, about)
+    line = "prune", moe_folder, tmp_path / "out", "--stats", file, "--keep", 6, "--score", "ean"
+    words = "below 0" if value == -1 else "not finite"
+    assert "norm_E" in refused(words, *line, "--no-eval")
+
+
+@pytest.fixture
+def copy_of_mixtral(tmp_path):
+    """A function that returns a new folder of the same tiny Mixtral, in one file."""
+    whole = stored(tiny_moe("mixtral"), tmp_path / "mixtral")
+    numbers = iter(range(9))
+    return lambda: Path(shutil.copytree(whole, tmp_path / f"copy-{next(numbers)}"))
+
+
+def weights_without(folder, *names, **more):
+    file = folder / "model.safetensors"
+    held = {n: t for n, t in load_file(file).items() if n not in names}
+    save_file(held | more, file, {"format": "pt"})
+
+
+EXPERT = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+
+
+def test_a_tensor_that_others_do_not_make_up_is_named(copy_of_mixtral, refused, tmp_path):
+    """One expert's is missing, or experts are stored one by one and together."""
+    for name, line in (("eval", ()), ("prune", (tmp_path / "out", "--keep", 6))):
+        folder = copy_of_mixtral()
+        weights_without(folder, EXPERT)
+        said = refused(
+            "do not make up model.layers.0.mlp.experts.gate_up_proj", name, folder, *line
+        )
+        assert "one is missing" in said
+    folder = copy_of_mixtral()
+    weights_without(folder, **{"model.layers.0.mlp.experts.gate_up_proj": torch.ones(8, 32, 32)})
+    refused("do not make up", "prune", folder, tmp_path / "out", "--keep", 6)
+
+
+def test_a_number_of_5000_digits_is_no_layers(copy_of_mixtral, command, tmp_path):
+    folder = copy_of_mixtral()
+    weights_without(folder, **{f"model.layers.{'9' * 5000}.x.weight": torch.ones(2)})
+    text = "--calibration", pages("calibration"), "--samples", 2, "--length", 16, "--no-eval"
+    assert command("prune", folder, tmp_path / "out", "--keep", 6, *text)[0] == 0
+
+
+def rules(folder, **changes):
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+REPEATED = "((((((((((x*)*)*)*)*)*)*)*)*)*)*y"
+ODD_RULES = {
+    "up to 1000 times as long": {
+        "normalizer": {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 1000}
+    },
+    "retry-limit-in-match": {
+        "pre_tokenizer": {
+            "type": "Split", "pattern": {"Regex": REPEATED}, "behavior": "Isolated", "invert": False,
+        }
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", ODD_RULES)
+def test_rules_of_a_tokenizer_that_explode_are_refused(words, copy_of_mixtral, refused, tmp_path):
+    folder = copy_of_mixtral()
+    rules(folder, **ODD_RULES[words])
+    text = "--calibration", pages("calibration"), "--samples", 2, "--length", 16
+    said = refused(words, "prune", folder, tmp_path / "out", "--keep", 6, *text)
+    assert "no usable tokenizer" in said
+
+
+def test_a_prompt_and_its_continuation_fit_the_positions(copy_of_mixtral, refused):
+    folder = copy_of_mixtral()
+    refused("beyond the model's 256 positions", "generate", folder, "a " * 300)
+    refused("beyond the model's 256 positions", "generate", folder, "a", "--new-tokens", 10**8)
+    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    refused("generation_config.json", "generate", folder, "a", "--new-tokens", 2)
+    file = folder / "chat_template.jinja"
+    file.write_text("{{ 'a b ' * 2000000 }}")
+    refused("writes more than 50,", "generate", folder, "a", "--chat")
+
+
+def test_an_index_names_files(copy_of_mixtral, refused):
+    folder = copy_of_mixtral()
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    refused("no model.safetensors or model.safetensors.index.json", "inspect", folder)
+    index = folder / "model.safetensors.index.json"
+    for places, words in (({"a": "\ud800"}, "no file's name"), ([], "has no weight_map")):
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        refused(words, "inspect", folder)
+    (folder / "w.bin").write_bytes(b"PK\x03\x04" + bytes(99))
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "w.bin"}}))
+    refused("pickled weights", "inspect", folder)
+
+
+@pytest.mark.parametrize("tag", ["!!bool x", "!!timestamp x", "!!int x"])
+def test_a_value_that_does_not_suit_its_tag_is_refused(tag, tmp_path, refused):
+    file = tmp_path / "odd.yaml"
+    file.write_text(f"model: tiny-moe\nout: out\nsteps:\n- prune:\n    keep: {tag}\n")
+    refused("odd.yaml is not valid YAML", "run", file)
+
+
+def test_token_ids_may_be_unsigned(moe_folder, tmp_path, command):
+    file = tmp_path / "ids.safetensors"
+    for kind in (torch.uint16, torch.uint32, torch.uint64):
+        save_file({"input_ids": torch.randint(1, 99, (2, 16)).to(kind)}, file)
+        out = tmp_path / str(kind)
+        line = "prune", moe_folder, out, "--keep", 6, "--calibration", file, "--no-eval"
+        assert command(*line)[0] == 0

@@ -59,6 +59,11 @@ def bounded(message: object) -> str:
     return printable(text)
 
 
+def is_panic(error: BaseException) -> bool:
+    """Return True if an error is a panic of a library in Rust, which is no ``Exception``."""
+    return type(error).__name__ == "PanicException"
+
+
 def quote(value: object, most: int = 60) -> str:
     """Return the beginning of a value's repr, without making the rest.
 

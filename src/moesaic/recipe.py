@@ -408,6 +408,10 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe"
         raise MoesaicError(
             f"{where} is not valid YAML: {' '.join(str(error).split()):.300}"
         ) from error
+    except (LookupError, AttributeError, TypeError):  # of yaml's readers of single types
+        raise MoesaicError(
+            f"{where} is not valid YAML: a value is not of the type that its tag names."
+        ) from None
     except RecursionError:
         raise MoesaicError(f"{where} is not valid YAML: it is nested too deeply.") from None
     if not isinstance(data, dict):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,7 +24,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, MethodConfig, RunArgs, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.hub import convert_config
-from moesaic.io.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from moesaic.io.checkpoint import INDEX_NAME, PICKLED, WEIGHTS
 from moesaic.io.models import sizes_in, skeleton_of, working_type
 from moesaic.io.names import check_name
 from moesaic.io.source import Source, headers_of_model, resolve, source_or_model
@@ -174,8 +173,8 @@ def inspect(model: Named, *, revision: str | None = None, token: str | bool | No
             local = Path(at_home(name)).is_dir()
             opened = resolve(name) if local else headers_of_model(name, Path(folder), *at)
             size = model_size(skeleton_of(opened.config))
-            if any(os.path.lexists(opened.folder / name) for name in (SINGLE_NAME, INDEX_NAME)):
-                Checkpoint(opened.folder)  # a missing or damaged file is reported
+            if any(file.name.endswith((*WEIGHTS, *PICKLED)) for file in opened.folder.iterdir()):
+                _ = opened.checkpoint  # a missing or damaged file is reported
         else:
             opened = source_or_model(model)
             size = model_size(opened)

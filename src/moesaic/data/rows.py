@@ -351,8 +351,8 @@ def text_of(row: Row, tokenizer: Tokenizer | None = None) -> str:
 
 SECONDS = 20.0
 """Most seconds of one rendering."""
-LONGEST = 10_000_000
-"""Most characters of a rendered conversation."""
+LONGEST, TIMES = 50_000, 10
+"""Most characters of a rendered conversation, and as many times those that it is made of."""
 MEMORY = 1 << 30
 """Bytes of memory that a template may use."""
 
@@ -362,7 +362,7 @@ def rendered(tokenizer: Tokenizer, turns: Sequence[Values], **options: Any) -> s
 
     Raises:
         MoesaicError: the template takes more than :data:`SECONDS` or :data:`MEMORY`, or writes more
-            than :data:`LONGEST`.
+            than :data:`LONGEST` and :data:`TIMES` the conversation.
         TemplateError: the template refuses the conversation, or fails over it.
     """
     if not hasattr(os, "fork"):
@@ -383,6 +383,11 @@ def rendered(tokenizer: Tokenizer, turns: Sequence[Values], **options: Any) -> s
     return text
 
 
+def _most(turns: Sequence[Values], options: Values) -> int:
+    """Return the most characters that a template may make of a conversation."""
+    return LONGEST + TIMES * len(json.dumps([[*turns], options], default=str))
+
+
 def _answer(tokenizer: Tokenizer, turns: Sequence[Values], options: Values) -> tuple[str, str]:
     """Return the outcome of a conversation, ``text``, ``refused`` or ``failed``, and its text or
     reason."""
@@ -392,8 +397,8 @@ def _answer(tokenizer: Tokenizer, turns: Sequence[Values], options: Values) -> t
         return "failed", f"takes more than {MEMORY >> 20:,} MiB of memory"
     except Exception as error:  # a template is a program: it may raise anything over a turn
         return "refused", str(error)[:LONGEST] or type(error).__name__
-    if len(text) > LONGEST:
-        return "failed", f"writes more than {LONGEST:,} characters"
+    if len(text) > (most := _most(turns, options)):
+        return "failed", f"writes more than {most:,} characters"
     return "text", text
 
 
@@ -446,7 +451,7 @@ def _asked(tokenizer: Tokenizer, turns: Sequence[Values], options: Values) -> tu
     _CHILD[0].pipe.send_bytes(json.dumps(([*turns], options), default=str).encode())
     if not _CHILD[0].pipe.poll(SECONDS):
         raise EOFError
-    kind, text = json.loads(_CHILD[0].pipe.recv_bytes(8 * LONGEST))
+    kind, text = json.loads(_CHILD[0].pipe.recv_bytes(8 * _most(turns, options)))
     return kind, text
 
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from moesaic.data.reader import INLINE, IndexedRows, RowRange, Rows, open_rows
 from moesaic.data.rows import DOMAIN, Row, text_of, usable_rows
 from moesaic.data.sources import SHIPPED, Use, sources_of, text_sources
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, is_panic
 from moesaic.types import Config, Tokenizer
 
 POOL = 20_000_000
@@ -71,9 +71,11 @@ class Tokens:
             raise MoesaicError(
                 f"input_ids must be of shape (windows, tokens); got {tuple(ids.shape)}."
             )
+        # torch compares no unsigned ones, which other tools write
+        ids = ids.to("cpu", torch.int64)
         if bool((ids < 0).any()):
             raise MoesaicError(f"input_ids must be at least 0; got {int(ids.min())}.")
-        object.__setattr__(self, "input_ids", ids.to("cpu", torch.int64))
+        object.__setattr__(self, "input_ids", ids)
         if mask is None:
             return
         if mask.shape != ids.shape:
@@ -197,6 +199,8 @@ def positions(config: Config) -> int | None:
 def check_length(length: int, config: Config) -> None:
     """Refuse windows that are longer than a model's positions."""
     most = positions(config)
+    if most is not None and most < 1:
+        raise MoesaicError(f"max_position_embeddings {most} in config.json leaves no positions.")
     if most is not None and length > most:
         raise MoesaicError(
             f"length {length} is beyond the model's {most:,} positions; pass length={most} or less."
@@ -279,6 +283,20 @@ _KEPT: dict[tuple[str, Hashable], tuple[Tensor, Tensor]] = {}
 """Cache of the last two tokenised texts, one to calibrate and one to measure on."""
 
 
+def encoded(tokenizer: Tokenizer, text: str, **options: Any) -> Any:
+    """Return what a tokenizer makes of a text, without special tokens unless they are asked for.
+
+    Raises:
+        MoesaicError: it fails over this text, as one with odd rules may.
+    """
+    try:
+        return tokenizer(text, verbose=False, **{"add_special_tokens": False, **options})
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise MoesaicError(f"This model has no usable tokenizer: {error!s:.300}") from error
+
+
 def _tokenised(text: str, tokenizer: Tokenizer, placed: bool = False) -> tuple[Tensor, Tensor]:
     """Return a text's tokens (T,) and, if ``placed``, the characters where they begin (T,).
 
@@ -289,7 +307,7 @@ def _tokenised(text: str, tokenizer: Tokenizer, placed: bool = False) -> tuple[T
     key = text, backend.to_str() if backend is not None else by_object
     if key not in _KEPT or (placed and not len(_KEPT[key][1])):
         more = {"return_offsets_mapping": True} if placed else {}
-        found = tokenizer(text, add_special_tokens=False, verbose=False, **more)
+        found = encoded(tokenizer, text, **more)
         starts = [start for start, _ in found["offset_mapping"]] if placed else []
         for old in [*_KEPT][:-1]:
             del _KEPT[old]

@@ -49,6 +49,8 @@ WEIGHTS = (".safetensors", ".safetensors.index.json")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".bin.index.json")
 FOREIGN = (".onnx", ".h5", ".msgpack", ".npz")
 """Ends of names of weights for other libraries, which are not read."""
+SURROGATE = re.compile(r"[\ud800-\udfff]")
+"""Characters that no text in UTF-8 has, and so no file's name."""
 VARIANT = re.compile(r"model\.[^.]+\.safetensors|model\.safetensors\.index\.[^.]+\.json")
 PIECES = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 """Names of sharded files by rank; transformers would read these and ignore all others."""
@@ -290,7 +292,9 @@ def shards(folder: Path, names: Iterable[str] | None = None, where: object = Non
             '"metadata": {} to it.'
         )
     places = index.get("weight_map")
-    found: set[str] = {*map(str, places.values())} if isinstance(places, dict) else {""}
+    if not isinstance(places, dict):
+        raise MoesaicError(f"{folder / first} is not a valid shard index: it has no weight_map.")
+    found: set[str] = {*map(str, places.values())}
     if wrong := [name for name in found if not _is_plain(name)]:
         raise MoesaicError(
             f"{folder / first} is not a valid shard index: {wrong[0]!r:.60} is no file's name."
@@ -305,8 +309,9 @@ def _is_plain(name: object) -> bool:
     [True, False, False, False, False]
     """
     odd = ("", ".", "..")
-    plain = isinstance(name, str) and name not in odd and not set("/\\\0") & set(name)
-    return plain and len(str(name)) < 256
+    if not isinstance(name, str) or name in odd or set("/\\\0") & set(name):
+        return False
+    return len(name.encode(errors="replace")) < 256 and not SURROGATE.search(name)
 
 
 def _mapped_values(value: Value) -> Tensor:

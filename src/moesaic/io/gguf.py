@@ -41,6 +41,8 @@ Numbers: TypeAlias = "npt.NDArray[np.float32]"
 
 FORMAT = 4
 """Version of the format of folders in the cache."""
+ALIGNMENT = "general.alignment"
+"""Field with the number of which tensors' places are multiples."""
 COUNT, USED = "expert_count", "expert_used_count"
 MIXTURES = {"llama": ("mixtral", {COUNT: "num_local_experts", USED: "num_experts_per_tok"})}
 """Mixtures that llama.cpp names as it names dense models, which transformers takes them for: their
@@ -472,8 +474,8 @@ def _check_gguf(path: Path) -> None:
         tensors = reader.count("tensors", MOST["tensors"])
         fields = reader.count("fields", MOST["fields"])
         for key, number in _numbers(reader, fields):
-            check_counts({key: number})
-            line = max(1, int(number)) if key == "alignment" else line
+            check_counts({key.rpartition(".")[2]: number})
+            line = max(1, int(number)) if key == ALIGNMENT else line
         for _ in range(tensors):
             name = reader.text(NAME).decode("utf-8", "replace")
             dimensions = reader.count("dimensions", MOST["dimensions"], "I")
@@ -493,13 +495,13 @@ def _check_gguf(path: Path) -> None:
 
 
 def _numbers(reader: _Reader, fields: int) -> Iterator[tuple[str, float]]:
-    """Yield the fields that are numbers, with the last part of their names."""
+    """Yield the fields that are numbers, with their names."""
     values = 0
     for _ in range(fields):
         name = reader.text(NAME).decode("utf-8", "replace")
         kind = int(reader.number("I"))
         if kind in NUMBERS:
-            yield name.rpartition(".")[2], reader.number(NUMBERS[kind])
+            yield name, reader.number(NUMBERS[kind])
         elif kind == STRING:
             reader.text(TEXT)
         elif kind == LIST:

@@ -32,11 +32,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from moesaic.errors import MoesaicError, dims
+from moesaic.errors import MoesaicError, dims, quote
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.types import Config, Model
 
-_EXPERT = re.compile(r"(?:(?<=\.experts\.)|(?<=^experts\.))\d+(?=\.)")
+_EXPERT = re.compile(r"(?:(?<=\.experts\.)|(?<=^experts\.))\d{1,9}(?=\.)")
 _LANGUAGE = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 _BASE, _HEAD = "model.", "lm_head."
 
@@ -227,10 +227,17 @@ class Naming:
         for name, expected in model.state_dict().items():
             if name in self._parts:
                 shape = self.shape(name)
-                if shape != expected.shape:
-                    there = "parts that do not fit together" if shape is None else dims(shape)
+                if shape is None:
+                    parts = [part for part, _ in self._parts[name]]
                     raise MoesaicError(
-                        f"{name} in {self.checkpoint.folder} is of shape {there}, and "
+                        f"{len(parts)} tensors of {self.checkpoint.folder} such as "
+                        f"{quote(parts[0], 100)} do not make up {name} of shape "
+                        f"{dims(expected.shape)}: one is missing, or of another shape, or there is "
+                        "one too many. The checkpoint is damaged, or its config is another model's."
+                    )
+                if shape != expected.shape:
+                    raise MoesaicError(
+                        f"{name} in {self.checkpoint.folder} is of shape {dims(shape)}, and "
                         f"config.json says {dims(expected.shape)}. The checkpoint is damaged, "
                         "or its config is another model's."
                     )
@@ -255,7 +262,7 @@ class Naming:
                     name, lambda part: torch.empty(self.checkpoint.shape(part), device="meta")
                 ).shape
             )
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError, LookupError):  # the last if it is stored in two ways
             return None
 
 
@@ -325,7 +332,7 @@ def renumbered(name: str, number: int) -> str:
 NEXT = "num_nextn_predict_layers"
 COUNTS = (NEXT, "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 """Config attributes that hold the number of MTP layers."""
-_NUMBER = re.compile(r"^(?:(?:model|language_model|backbone|transformer)\.)*layers\.(\d+)\.")
+_NUMBER = re.compile(r"^(?:(?:model|language_model|backbone|transformer)\.)*layers\.(\d{1,9})\.")
 _MTP = re.compile(r"(?:^|\.)mtp[._]")
 
 

@@ -36,7 +36,7 @@ from transformers.utils.logging import (
     is_progress_bar_enabled,
 )
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, is_panic
 from moesaic.io.checkpoint import (
     FOREIGN,
     INDEX_NAME,
@@ -76,6 +76,7 @@ from moesaic.io.trust import (
     check_config,
     check_counts,
     check_fetched,
+    check_growth,
     check_links,
     copy_side_files,
     mapping_of,
@@ -244,10 +245,13 @@ class Source:
             )
         try:
             tokenizer: Tokenizer = pretrained(AutoTokenizer, self.folder)
+            check_growth(tokenizer)
             if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
                 raise ValueError("its vocabulary is in no file")  # made up for the architecture
             tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # settings of wrong types
-        except Exception as error:  # tokenizers raises anything over a file that is odd
+        except BaseException as error:  # tokenizers raises anything over a file that is odd
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             reason = NEEDS_CODE if brings_code(self.folder) else " ".join(str(error).split())
             raise MoesaicError(f"{self.name} has no usable tokenizer: {reason:.300}") from error
         return tokenizer
@@ -271,7 +275,12 @@ class Source:
         """
         _ = self.config, self.checkpoint  # a damaged file is reported before anything is loaded
         with _silent():
-            model, info = self._pretrained({"dtype": dtype or "auto", "device_map": device_map})
+            try:
+                model, info = self._pretrained({"dtype": dtype or "auto", "device_map": device_map})
+            except RuntimeError:  # transformers cannot assemble a tensor, and does not name it
+                shape = skeleton_of(self.config)
+                Naming(self.checkpoint, self.config.model_type, shape.state_dict()).check(shape)
+                raise
         self.checkpoint.check_unchanged()
         count = model.config.get_text_config().num_hidden_layers
         ours = any(our_path(self.folder, name).is_file() for name in (PLAN, RECORD))

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,16 @@ def _once(pairs: list[tuple[str, object]]) -> JSON:
     return mapping
 
 
+CODE = "it holds pickled weights, which can run code when opened; convert them to safetensors"
+OTHERS = {
+    b"PK": CODE,
+    b"\x80": CODE,
+    b"GGUF": "it is a GGUF file; give it by its own name",
+    b"<": "it is a web page, not the file",
+}
+"""Files that are taken for safetensors, by how they begin."""
+
+
 def header_of(path: Path) -> tuple[JSON, int]:
     """Read the header of a safetensors file.
 
@@ -218,7 +229,10 @@ def header_of(path: Path) -> tuple[JSON, int]:
             (size,) = struct.unpack("<Q", file.read(8))
             room = path.stat().st_size - 8 - size
             if not 0 < size <= LARGEST or room < 0:
-                raise ValueError(f"a header of {size} bytes")
+                file.seek(0)
+                begun = file.read(8)
+                other = (what for sign, what in OTHERS.items() if begun.startswith(sign))
+                raise ValueError(next(other, f"it gives its header {size:,} bytes"))
             header = _json(file.read(size), object_pairs_hook=_once)
         check_fields({"the header": header}, {"the header": dict})
         notes = header.pop("__metadata__", None) or {}
@@ -271,6 +285,32 @@ def pretrained(auto: Any, folder: Path, **options: Any) -> Any:
     return made
 
 
+GROWTH = 16
+"""Most characters that a tokenizer's normalizer may make of one."""
+
+
+def check_growth(tokenizer: Any) -> None:
+    """Refuse a tokenizer that makes a text many times as long; ValueError says how many times."""
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    if (
+        normalizer is not None
+        and (times := _growth(json.loads(normalizer.__getstate__()))) > GROWTH
+    ):
+        raise ValueError(f"its normalizer makes text up to {times:.4g} times as long")
+
+
+def _growth(rule: Any) -> float:
+    """Return the most characters that a normalizer makes of one.
+
+    >>> grow = {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}
+    >>> _growth({"type": "Sequence", "normalizers": [grow, {"type": "NFC"}, grow]})
+    4.0
+    """
+    pattern = rule.get("pattern") or {}
+    own = len(rule.get("content") or "") / max(1, len(pattern.get("String") or ""))
+    return prod(map(_growth, rule.get("normalizers") or ()), start=max(1.0, own))
+
+
 def brings_code(folder: Path) -> bool:
     """Return True if a folder's tokenizer names Python code of its own."""
     file = folder / "tokenizer_config.json"
@@ -303,7 +343,7 @@ def _leads_out(file: Path, folder: Path) -> bool:
     """
     try:
         folder, target = folder.resolve(), file.resolve()
-    except (OSError, RuntimeError):  # a link to itself
+    except (OSError, RuntimeError, ValueError):  # a link to itself, or a name that cannot be one
         return True
     if target.is_relative_to(folder):
         return False

@@ -17,9 +17,11 @@ from jinja2 import TemplateError
 
 from moesaic.config import checked_place
 from moesaic.data.rows import rendered
+from moesaic.data.text import encoded, positions
 from moesaic.errors import MoesaicError, quote
 from moesaic.io.models import leaves_untouched
 from moesaic.io.source import Source, source_or_model, tokenizer_of
+from moesaic.io.trust import reading
 from moesaic.metrics.gguf_engine import Engine
 from moesaic.types import JSON, Model, Named, Tokenizer, Track, at_home, silent
 
@@ -190,12 +192,18 @@ def generate(
             text = rendered(tokenizer, turns, add_generation_prompt=True)
         except TemplateError as error:
             raise MoesaicError(f"The chat template refuses the prompt: {error}") from error
-        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        inputs = encoded(tokenizer, text, return_tensors="pt")
     else:
-        inputs = tokenizer(prompt, return_tensors="pt")
+        inputs = encoded(tokenizer, prompt, add_special_tokens=True, return_tensors="pt")
     ids = inputs["input_ids"]
     if ids.numel() == 0:
         raise MoesaicError("The prompt is empty.")
+    most = positions(opened.config)
+    if most is not None and ids.numel() + new_tokens > most:
+        raise MoesaicError(
+            f"A prompt of {ids.numel():,} tokens and {new_tokens:,} new ones are beyond the "
+            f"model's {most:,} positions: shorten it, or pass fewer new_tokens."
+        )
     file = Path(at_home(model)) if isinstance(model, str | Path) else Path()
     if file.suffix == ".gguf" and device == "cpu" and dtype is None and isinstance(opened, Source):
         stops = _stops(tokenizer, opened.config.eos_token_id)
@@ -205,11 +213,13 @@ def generate(
     loaded = opened.load(device, dtype) if isinstance(opened, Source) else opened
     ids = ids.to(loaded.device)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    out = loaded.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        pad_token_id=padding,
-        **GREEDY,
-    )
+    settings = "generation_config.json of this model", "", "cannot be used"
+    with reading(*settings, (TypeError, ValueError)):
+        out = loaded.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            pad_token_id=padding,
+            **GREEDY,
+        )
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)

@@ -28,6 +28,7 @@ from moesaic.data.text import (
     Tokens,
     beginning,
     check_length,
+    encoded,
     token_file,
     window_places,
     windows,
@@ -170,7 +171,7 @@ class PackedText(IterableDataset[Example]):
             passes += 1
 
     def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(encoded(self.tokenizer, text)["input_ids"])
 
 
 def _learned(
@@ -218,13 +219,13 @@ def _tokens_of(pair: PromptAnswer, tokenizer: Tokenizer) -> tuple[list[int], int
     Both are one text, as in the model's use: by itself an answer may have other tokens, since many
     tokenizers put a space before any text.
     """
-    whole, options = pair.prompt + pair.answer, {"add_special_tokens": False, "verbose": False}
+    whole = pair.prompt + pair.answer
     if tokenizer.is_fast:
-        found = tokenizer(whole, return_offsets_mapping=True, **options)
+        found = encoded(tokenizer, whole, return_offsets_mapping=True)
         return found["input_ids"], sum(
             end <= len(pair.prompt) for _, end in found["offset_mapping"]
         )
-    ids, alone = (tokenizer(text, **options)["input_ids"] for text in (whole, pair.prompt))
+    ids, alone = (encoded(tokenizer, text)["input_ids"] for text in (whole, pair.prompt))
     same = takewhile(lambda both: both[0] == both[1], zip(ids, alone, strict=False))
     return ids, sum(1 for _ in same)
 
