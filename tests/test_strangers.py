@@ -535,9 +535,8 @@ def test_a_tensor_that_others_do_not_make_up_is_named(copy_of_mixtral, refused, 
     for name, line in (("eval", ()), ("prune", (tmp_path / "out", "--keep", 6))):
         folder = copy_of_mixtral()
         weights_without(folder, EXPERT)
-        said = refused(
-            "do not make up model.layers.0.mlp.experts.gate_up_proj", name, folder, *line
-        )
+        words = "do not make up model.layers.0.mlp.experts.gate_up_proj"
+        said = refused(words, name, folder, *line)
         assert "one is missing" in said
     folder = copy_of_mixtral()
     weights_without(folder, **{"model.layers.0.mlp.experts.gate_up_proj": torch.ones(8, 32, 32)})
@@ -563,7 +562,8 @@ ODD_RULES = {
     },
     "retry-limit-in-match": {
         "pre_tokenizer": {
-            "type": "Split", "pattern": {"Regex": REPEATED}, "behavior": "Isolated", "invert": False,
+            "type": "Split", "pattern": {"Regex": REPEATED}, "behavior": "Isolated",
+            "invert": False,
         }
     },
 }  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from builders import equal, examples, losses_of, stored, tiny_model, tiny_moe
+from shrunken import small_model
 
 import moesaic
 from moesaic import CondenseConfig, MoesaicError, MoREConfig, Plan, SkipConfig, TuneConfig
@@ -225,6 +226,15 @@ def test_lora_is_merged_and_all_is_all(what, tokens):
     names = changed(before, tuned.model)
     assert any(".q_proj." in name for name in names)
     assert any(".embed_tokens." in name for name in names) == (what == "all")
+
+
+def test_low_rank_updates_leave_out_what_fused_kernels_read():
+    """peft refused Falcon-H1."""
+    model = small_model("falcon_h1")
+    config = TuneConfig(what="lora", steps=1, lr=1e-2)
+    names = changed(model, moesaic.tune(model, config, text=examples()).model)
+    assert any(".q_proj." in name for name in names)
+    assert not any(".out_proj." in name for name in names)
 
 
 @pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])

@@ -145,6 +145,8 @@ SIDE_FILES = (
     "generation_config.json",
     PROCESSORS,
     "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
 )
 """Files that a rewritten checkpoint takes over from its source as they are."""
 

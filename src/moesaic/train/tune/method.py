@@ -270,6 +270,10 @@ def _plan(job: Job[Arch]) -> Plan | None:
     return None
 
 
+MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Architectures with fused kernels that read two of their matrices, which peft refuses to adapt."""
+
+
 def _with_lora(model: Model, config: TuneConfig) -> tuple[Model, dict[str, torch.nn.Parameter]]:
     """Return the model with low-rank updates, and those updates by name.
 
@@ -280,7 +284,10 @@ def _with_lora(model: Model, config: TuneConfig) -> tuple[Model, dict[str, torch
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise MoesaicError("what lora needs: pip install peft") from error
-    options = {"r": config.rank, "lora_alpha": 2 * config.rank, "target_modules": "all-linear"}
+    options: JSON = {"r": config.rank, "lora_alpha": 2 * config.rank}
+    options |= {"target_modules": "all-linear"}
+    if model.config.model_type in MAMBA:
+        options["exclude_modules"] = ["out_proj", "conv1d"]
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(config.seed)
         # peft has patterns of its own for parameters not trained here
