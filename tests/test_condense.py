@@ -14,6 +14,7 @@ from moesaic.api import condense
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEFFN
 from moesaic.methods.condense import search
+from moesaic.methods.condense.method import Condenser
 from moesaic.plans.condensed import CondensedLayer
 from moesaic.sizes import weight_bytes
 from moesaic.surgery import converted_copy
@@ -418,7 +419,7 @@ def test_all_layers_that_route_are_counted(tokens):
 def test_a_comparison_of_more_layers_is_refused_before_the_search(tokens, monkeypatch):
     """Where the number is given; where bytes are, it is known only after."""
     model = tiny_moe("deepseek_v2", experts=4, num_hidden_layers=5)
-    with pytest.raises(MoesaicError, match="within memory 1,000,000,000 as it is"):
+    with pytest.raises(MoesaicError, match="within memory 1GB as it is"):
         condense(model, CondenseConfig(memory=10**9), calibration=tokens)
     smaller = sum(p.nbytes for p in model.parameters()) - 1
     with pytest.raises(MoesaicError, match="at most the 1 condensed"):
@@ -426,3 +427,10 @@ def test_a_comparison_of_more_layers_is_refused_before_the_search(tokens, monkey
     monkeypatch.setattr(search.ExpertSearch, "decide", lambda _: pytest.fail("it has begun"))
     with pytest.raises(MoesaicError, match="compare '3': .* at most the 2 condensed"):
         condense(model, CondenseConfig(count=2), calibration=tokens, compare=["3"])
+
+
+def test_a_target_out_of_reach_is_refused_before_anything_runs(monkeypatch, tokens):
+    """By headers; it ran the whole search first, and left its folder in the way."""
+    monkeypatch.setattr(Condenser, "_search_experts", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(MoesaicError, match=r"memory 1KB is out of reach: with all 2 layers"):
+        condense(tiny_moe("qwen2_moe"), CondenseConfig(memory=1000), calibration=tokens)

@@ -175,7 +175,7 @@ def test_fewer_experts_a_token_serve_active_parameters_alone(native, looking):
     active = [size.active_parameters for size in sizes if size]
     assert active == sorted(set(active))
     assert all(size.native for size in sizes if size) or not native
-    pair = known[f"experts a token 2, slim{'' if native else ' uneven, spread'}"]
+    pair = known[f"experts a token 2, slim{'' if native else ' by layer and expert'}"]
     both = looking.sizes.of(pair.steps(pair.count // 2))
     assert both.memory < looking.original.bytes
     others = forms(looking.source, replace(config, memory=1))
@@ -969,7 +969,7 @@ def test_few_first_steps_are_tried_before_another_and_are_decided_quickly():
     assert [c.keep for c in found["prune"].configs] == [2, 3, 4, 5, 6, 7, 8]
     assert [c.keep for c in found["prune"].first] == [7, 6, 4]
     assert [c.top_k for c in found["experts a token"].first] == [2, 3]
-    quick = {"prune": "pairwise", "slim": "energy", "slim uneven, spread": "energy"}
+    quick = {"prune": "pairwise", "slim": "energy", "slim by layer and expert": "energy"}
     for name, score in quick.items():
         assert {(c.score, c.refit) for c in found[name].configs} == {(score, False)}
 

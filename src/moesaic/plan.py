@@ -162,6 +162,8 @@ class Plan:
         check_plain_file(file.with_name(PLAN_TENSORS), file.parent)
         with reading(f"The plan at {path}"):
             header = mapping_of(file)
+            if "base" not in header:
+                raise MoesaicError(f"{file} is no plan: give the result's folder, or its {PLAN}.")
             if header["format"] != FORMAT:
                 raise MoesaicError(
                     f"{file} has plan format {quote(header['format'])}; this version reads "

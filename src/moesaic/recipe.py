@@ -154,6 +154,10 @@ def check_run(recipe: Recipe, *, overwrite: bool = False) -> None:
     for number, step in enumerate(recipe.steps, 1):
         check_step(step, calibration, compare if number == len(recipe.steps) else ())
     check_known("dtype", recipe.dtype, DTYPES)
+    if Path(recipe.out).suffix == ".gguf":
+        raise MoesaicError(
+            f"{recipe.out} would be a folder: name one, and then moesaic export makes a GGUF file."
+        )
     check_name(recipe.model)
     check_device(recipe.device)
     check_apart(recipe.texts, "" if settings is None else settings.data)
@@ -263,6 +267,7 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     place = where or verb
     check_known(f"{place}: unknown step", verb, VERBS, "; known:")
     methods = methods_of(verb)
+    options = {} if options is None else options  # "- prune:" in YAML
     if not isinstance(options, dict):
         raise MoesaicError(
             f"{place}: expected options such as 'method: ...', got {quote(options)}."

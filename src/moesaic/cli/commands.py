@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn, TextIO
@@ -13,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 import click
 
 from moesaic import __version__
-from moesaic.cli.options import COMMON, OWN, RUN, Argument, Option
+from moesaic.cli.options import COMMON, OWN, RUN, Argument, Option, field_of
 from moesaic.errors import MoesaicError, bounded, hint
 from moesaic.io.names import FOLDER, MODELS, NAMES, PAGE, check_repository, names_model
 from moesaic.io.outputs import resumable, run_folder, search_folder
@@ -87,6 +88,16 @@ class Command(click.Command):
 
     def unknown(self, flag: str, others: Iterable[str] = ()) -> str:
         """Return a message that there is no such option; ``others`` may have been meant, too."""
+        from moesaic.methods import VERBS, methods_of
+
+        name = field_of(flag)
+        verbs = [
+            verb
+            for verb in VERBS
+            if any(name == f.name for c in methods_of(verb).values() for f in fields(c))
+        ]
+        if verbs and verbs != [self.name]:
+            return f"No such option of {self.name}: {flag}. It is one of {', '.join(verbs)}."
         flags = [flag for p in self.params for flag in (*p.opts, *p.secondary_opts)]
         return f"No such option of {self.name}: {flag}.{hint(flag, [*flags, *others])}"
 
@@ -305,15 +316,17 @@ def print_made(folder: str | Path, more: str = "") -> None:
 
 
 def print_words(text: str) -> None:
-    """Print a text on stderr, its lines broken only between words."""
+    """Print a text on stderr, its lines broken between words; commands, after ``$``, are not."""
     from rich.text import Text
 
     from moesaic.progress import err_console
 
     if is_terminal(sys.stderr):
-        lines = [fill(line, err_console.width, break_long_words=False, break_on_hyphens=False)
-                 for line in text.splitlines()]  # fmt: skip
-        text = "\n".join(lines)
+        words: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        text = "\n".join(
+            line if line.startswith("$ ") else fill(line, err_console.width, **words)
+            for line in text.splitlines()
+        )
     shown = Text(text)
     shown.highlight_words(["Error:"], "bold red")
     err_console.print(shown, soft_wrap=True)

@@ -230,7 +230,7 @@ def commands() -> None:
     words = "A model (default: the plan's), a result's folder or its plan.json, the folder to make."
     places = given.Argument("places", words, "[BASE] PLAN OUT", nargs=-1, required=True)
     params = [places, given.OVERWRITE, given.AS_JSON]
-    register("apply", apply, "moesaic apply smollm2 out rebuilt", params)
+    register("apply", apply, "moesaic apply tiny-moe out rebuilt", params)
     help = "MiB for one layer's Gram matrices; 0 leaves them out, and reconstruction with them."
     stats = given.Argument("stats", "The file to make.", type=given.PATH)
     text = [given.option_of(Calibration, name) for name in TEXT]

@@ -253,7 +253,7 @@ def guide(
     others = (p for p in points if p.type and p.memory <= chosen.memory)
     for better in (p for p in others if 0 < p.kl < chosen.kl):  # 0: a quantised file's own type
         command = _export(model, f"{name}-{better.type}.gguf", better.type)
-        print_words(f"The original in {better.type} is no larger, at less KL: {command}")
+        print_words(f"The original in {better.type} is no larger, at less KL:\n$ {command}")
         break
     record = save(search, points, chosen, again)
     frontier, quantised = (
@@ -423,7 +423,7 @@ def _suggest_both(search: Search, points: Sequence[Point]) -> None:
         words = ["moesaic", "fit", search.recipe.model, "OUT", "--memory", size, *types]
         print_words(
             f"The original in {least.type} beats the others. For smaller files, fewer weights in "
-            f"fewer bits:\n{shlex.join(words)}"
+            f"fewer bits:\n$ {shlex.join(words)}"
         )
 
 

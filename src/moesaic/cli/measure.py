@@ -260,20 +260,20 @@ def commands() -> None:
     original = given.Option("--against", words, metavar="ORIGINAL")
     card = given.Option("--card", "Print Markdown for a model card.")
     params = [given.MODEL, original, *text, card, given.DEVICE, given.DTYPE, given.AS_JSON]
-    register("eval", evaluate, "moesaic eval out --against smollm2", params)
+    register("eval", evaluate, "moesaic eval out --against tiny-moe", params)
     speed = [given.option_of(Bench, field.name) for field in fields(Bench)]
     other = given.Option("--against", "Measured beside it.", metavar="MODEL")
     params = [given.MODEL, other, *speed, given.DEVICE, given.DTYPE, given.AS_JSON]
-    register("bench", bench, "moesaic bench out --against smollm2 --rounds 5", params)
+    register("bench", bench, "moesaic bench out --against tiny-moe --rounds 5", params)
     any_model = given.Argument("model", given.MODEL.words, "[MODEL]", required=False)
-    register("inspect", inspect, "moesaic inspect out", [any_model, given.AS_JSON])
+    register("inspect", inspect, "moesaic inspect tiny-moe", [any_model, given.AS_JSON])
     prompt = given.Argument("prompt", "Text to continue.")
     most = given.Number(int, 1)
     help = "Tokens to add at most. Default: 64."
     tokens = given.Option("--new-tokens", help, metavar="N", type=most, default=64)
     chat = given.Option("--chat", "Ask as a user would: by the model's chat template.")
     params = [given.MODEL, prompt, tokens, chat, given.DEVICE, given.DTYPE, given.AS_JSON]
-    register("generate", generate, 'moesaic generate out "The capital of France is"', params)
+    register("generate", generate, 'moesaic generate tiny-moe "The capital of France is"', params)
     out = given.Argument("out", "The folder to make, or the .gguf file.", type=given.PATH)
     form = [given.option_of(ExportArgs, field.name) for field in fields(ExportArgs)]
     example = "moesaic export out out-native --to native"

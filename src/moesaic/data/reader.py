@@ -37,6 +37,8 @@ MEASURED = ("test", "validation", "valid", "val", "dev")
 FILES = (".json", ".jsonl", ".parquet", ".safetensors", ".txt")
 HELD_OUT = 5_000
 """Most rows held out for evaluation of a data set without such a split; at most 5 % of it."""
+TABLES = (".csv", ".tsv", ".xls", ".xlsx")
+"""Files of columns, which would be taken for plain text."""
 AT_HAND = 1 << 30
 """Bytes up to which a data set or a Parquet file is read whole instead of streamed."""
 OPEN, BUFFER = 16, 10_000
@@ -339,6 +341,8 @@ def _taken(source: TextSource, name: str, count: int) -> RowRange:
 
 
 def _file_rows(path: Path) -> Sequence[Row]:
+    if path.suffix.lower() in TABLES:
+        raise ValueError("tables are not read: make it a .jsonl or .parquet file")
     if path.suffix == ".jsonl":
         return JsonLines(path)
     if path.suffix == ".parquet":  # in memory: no copy of it is written into a cache

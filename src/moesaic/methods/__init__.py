@@ -24,7 +24,7 @@ BUILT_IN = (
     Verb(
         "carve",
         "Let each token use a part of a dense model: petals or experts.",
-        "moesaic carve smollm2 out --active 0.8",
+        "moesaic carve tiny-dense out --active 0.8",
         compares="this variant at the same active ratio (more, tomoe, dsmoe)",
     ),
     Verb(
@@ -56,7 +56,7 @@ BUILT_IN = (
     Verb(
         "tune",
         "Train a converted model a little. Runs under accelerate launch.",
-        "moesaic tune out tuned --train text.jsonl --what condensed",
+        "moesaic tune tiny-dense tuned --what all --steps 20",
         calibrates=False,
     ),
 )

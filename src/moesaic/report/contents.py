@@ -295,13 +295,13 @@ def _active(record: Record) -> list[Change]:
     ratio = facts.relative(record, "result", "active_parameters")
     if not ratio or abs(ratio - 1) < SAME:
         return []
-    share, tone = numbers.percent(ratio), "better" if ratio < 1 else "worse"
-    difference = f"{'fewer' if ratio < 1 else 'more'} than before"
+    tone = "better" if ratio < 1 else "worse"
+    difference = f"{numbers.percent(abs(ratio - 1))} {'fewer' if ratio < 1 else 'more'}"
     sizes = facts.bytes_before_after(record)
     smaller = sizes is not None and sizes[1] < (1 - SAME) * sizes[0]
     # a smaller model also runs fewer: one clause is enough
-    clause = "" if smaller and ratio < 1 else f"runs {share} of the parameters per token"
-    return [Change(share, "of the parameters run per token", difference, tone, clause)]
+    clause = "" if smaller and ratio < 1 else f"runs {difference} parameters per token"
+    return [Change(difference, "parameters per token", "than before", tone, clause)]
 
 
 def _quality(record: Record) -> list[Change]:

@@ -221,5 +221,5 @@ def candidates_plot(record: Record) -> Points | None:
     if len(candidates) < 2:
         return None
     plot = _joined(candidates, MEMORY, KL)
-    count = f"{len(candidates)} candidates, on calibration text that nothing was decided on."
+    count = f"{len(candidates)} candidates, on the text that chooses among them."
     return replace(plot, section="The search", caption=f"{count} {plot.caption}")

@@ -20,6 +20,7 @@ from torch import nn
 
 from moesaic.arch.dense import hands_on
 from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.config import in_unit
 from moesaic.errors import MoesaicError
 from moesaic.hub import convert_config
 from moesaic.io.models import sizes_in, skeleton_of
@@ -55,17 +56,20 @@ class Target:
         self.job, self.config, self.plans = job, config, plans
         self.headers = replace(job.original, headers_only=True) if job.on_disk else None
         if config.count is None and self.met([]):
-            name = "memory" if config.memory is not None else "active"
-            raise MoesaicError(
-                f"The model is within {name} {getattr(config, name):,} as it is: give a smaller "
-                "target."
-            )
+            raise MoesaicError(f"The model is within {self} as it is: give a smaller target.")
         if not self.met([*plans]):
             memory, active = self.sizes([*plans])
             raise MoesaicError(
-                f"The target is out of reach: with all {len(plans)} layers condensed the "
-                f"weights take {memory:,} bytes, and a token uses {active:,} parameters."
+                f"{self} is out of reach: with all {len(plans)} layers condensed the weights take "
+                f"{in_unit(memory)}, and a token uses {active:,} parameters."
             )
+
+    def __str__(self) -> str:
+        """Return the target as it was given, such as ``memory 8MB``."""
+        config = self.config
+        if config.memory is not None:
+            return f"memory {in_unit(config.memory)}"
+        return f"active {config.active:,}" if config.active is not None else f"count {config.count}"
 
     def finish(self, chosen: Sequence[int]) -> dict[int, LayerPlan]:
         """Return the plans of all layers that change if ``chosen`` are condensed."""
@@ -139,6 +143,9 @@ class Condenser(Method[CondenseConfig, MoEArch]):
     def run(self, job: Job[MoEArch]) -> Decision:
         config = self.config
         candidates = _candidates(job, config)
+        if config.count is None:  # refuses, by headers, what no choice of layers meets
+            views = {i: job.arch.mixture(job.layers[i]) for i in candidates}
+            Target(job, config, {i: outlined(view, config) for i, view in views.items()})
         request = job.request({**job.request_of(config), "text": job.text})
         finished = Progress(job.args.resume_from, request)
         stream = job.stream(candidates, job.arch.mixture, job.own_tokens[0])

@@ -21,7 +21,7 @@ Deviations from the paper or its code, and options that restore theirs:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -55,6 +55,12 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     def needs(self) -> set[str]:
         chosen = self.config.criterion
         return {*chosen.needs, *(("calls_E", "batch_T", "bias_E") if chosen.observes else ())}
+
+    def resolve_defaults(self, job: Job[MoEArch]) -> Iterator[str]:
+        yield from super().resolve_defaults(job)
+        views = {i: job.arch.mixture(job.layers[i]) for i in job.arch.moe_layers(job.skeleton)}
+        if all(self.sizes(job)[i] == [view.count] for i, view in views.items()):
+            yield "All experts are kept: nothing is removed."
 
     @property
     def gram_bytes(self) -> int:

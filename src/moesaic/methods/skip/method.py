@@ -22,7 +22,7 @@ Lower top-k (:class:`FewerExperts`): one number of experts per token for all lay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -226,6 +226,11 @@ class FewerExperts(LayerMethod[TopKConfig, MoEArch, int]):
                 f"{span(tops.values())} experts now; from 1 to {most} works."
             )
         return {i: [target] for i in tops}
+
+    def resolve_defaults(self, job: Job[MoEArch]) -> Iterator[str]:
+        yield from super().resolve_defaults(job)
+        if all(job.arch.mixture(job.layers[i]).top_k == k for i, (k,) in self.sizes(job).items()):
+            yield "A token runs as many experts as before."
 
     def decide(self, case: LayerCase[MoEArch], sizes: Sequence[int]) -> Decided[int]:
         before = case.view.top_k

@@ -221,11 +221,11 @@ class SlimConfig(MethodConfig):
         if model.uneven:
             one_each = -(-FINEST // model.width)
             shares, options = shares_of(FINEST, one_each), {"allocate": "experts", "multiple": 1}
-            yield family("slim uneven", shares, **options)
-            widest, options = f"{widest} uneven, spread", {**options, "allocate": "layers+experts"}
+            yield family("slim by expert", shares, **options)
+            widest, options = "slim by layer and expert", {**options, "allocate": "layers+experts"}
             few = 3
         if model.shared:
-            yield family(f"{widest} shared", shares, few, fills=False, shared=0.5, **options)
+            yield family(f"{widest}, shared", shares, few, fills=False, shared=0.5, **options)
         if model.uneven:
             yield family(widest, shares, few, **options)
 
