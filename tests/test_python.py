@@ -533,3 +533,10 @@ def test_pickled_for_another_process(tmp_path, tokens):
 
 def test_every_name_is_there():
     assert {*api.__all__} <= {*dir(moesaic), "verb"}
+
+
+def test_a_misspelt_option_is_named_before_a_budget_is_missed():
+    with pytest.raises(TypeError, match=r"unknown option memroy"):
+        moesaic.fit("tiny-moe", memroy="8MB")
+    with pytest.raises(TypeError, match=r"unknown option devise.* Did you mean 'device'\?"):
+        moesaic.observe("tiny-moe", "stats", devise="cpu")

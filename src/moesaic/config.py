@@ -30,7 +30,7 @@ from typing import (
     get_type_hints,
 )
 
-from moesaic.errors import MoesaicError, check_known, quote
+from moesaic.errors import MoesaicError, check_known, hint, quote
 from moesaic.families import Family, Shape
 from moesaic.types import JSON, Model, Named, Tokenizer, Track, Values, at_home, silent, suits
 
@@ -610,7 +610,8 @@ class RunArgs:
         options["device"], options["dtype"] = place
         unknown = options.keys() - {f.name for f in fields(cls)} | options.keys() & {"track"}
         if unknown:
-            raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
+            near = hint(min(unknown), [f.name for f in fields(cls)])
+            raise TypeError(f"unknown option {', '.join(sorted(unknown))}.{near}")
         return cls(model=model, calibration=calibration, track=tracked(progress), **options)
 
 

@@ -129,7 +129,8 @@ def inspect(model: str | None, as_json: bool) -> None:
         table.add_row(str(i), layer["kind"], f"{layer['width']:,}", active, *routed)
     table.caption = (
         f"{figures['total_parameters']:,} parameters, of which a token uses "
-        f"{figures['active_parameters']:,}; without embeddings {figures['active_ratio']:.1%}"
+        f"{figures['active_parameters']:,}; active ratio without embeddings: "
+        f"{figures['active_ratio']:.1%}"
     )
     emit(as_json, figures, table)
 

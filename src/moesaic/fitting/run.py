@@ -49,12 +49,12 @@ def fit(model: Named, config: FitConfig | None = None, **options: Any) -> Result
         raise TypeError(f"Options are given by name: moesaic.fit(model, memory={config!r:.60})")
     budgets = {f.name for f in fields(FitConfig)}
     own = {name: options.pop(name) for name in [*options] if name in budgets}
+    args = RunArgs.of(model, **options)
     config = parse_as(FitConfig, {**({} if config is None else asdict(config)), **own}, "")
     if config.types:
         raise MoesaicError("types: result.export(FILE, to='gguf', type=...) writes a GGUF file.")
     if process()[1] > 1:
         raise MoesaicError("fit runs in one process; what it finds runs in several.")
-    args = RunArgs.of(model, **options)
     if args.text is not None:
         raise MoesaicError("calibration of a search is a source: give its name, file or mix.")
     with ExitStack() as held:
