@@ -21,7 +21,7 @@ from moesaic.metrics.score import model_size
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Recipe, step_config
 from moesaic.sizes import Skeleton, estimate, on_headers, weight_bytes
-from moesaic.types import give_back
+from moesaic.types import release_memory
 
 CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
     ("moe_folder", [("slim", {"keep": 0.5, "shared": 0.5, "refit": True})]),
@@ -204,7 +204,7 @@ def test_freed_memory_is_returned():
     last = blocks.pop()  # on top of the heap, which does not shrink below it
     blocks.clear()
     before = psutil.Process().memory_info().rss
-    give_back()
+    release_memory()
     assert psutil.Process().memory_info().rss < before - 50_000_000
     assert last[0] == ord("1")
 

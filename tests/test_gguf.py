@@ -236,6 +236,12 @@ def test_a_model_is_quantised_in_memory_as_in_its_file(tmp_path):
     assert same(model, resolve(str(file)).load("cpu", torch.float32))
 
 
+def test_the_end_of_a_files_name_may_be_in_capitals(tmp_path, tokenizer):
+    model = model_of("qwen2")
+    file = written(model, tokenizer, tmp_path / "model.gguf").rename(tmp_path / "MODEL.GGUF")
+    assert same(resolve(str(file)).load(), model)
+
+
 def test_a_head_that_is_the_embeddings_is_not_missed(tmp_path, tokenizer):
     base = model_of("llama", tie_word_embeddings=True)
     file = written(base, tokenizer, tmp_path / "model.gguf")

@@ -32,7 +32,7 @@ from typing import (
 
 from moesaic.errors import MoesaicError, check_known, hint, quote
 from moesaic.families import Family, Shape
-from moesaic.types import JSON, Model, Named, Tokenizer, Track, Values, at_home, silent, suits
+from moesaic.types import JSON, Model, Named, Tokenizer, Track, Values, expand_home, silent, suits
 
 if TYPE_CHECKING:
     import torch
@@ -363,7 +363,7 @@ class Calibration(Options):
 
     def __post_init__(self) -> None:
         if isinstance(self.stats, str | Path):
-            object.__setattr__(self, "stats", at_home(str(self.stats)))
+            object.__setattr__(self, "stats", expand_home(str(self.stats)))
         super().__post_init__()
 
 
@@ -728,7 +728,7 @@ def path_to(out: object) -> Path:
     """Return the path of an output that a caller named; refuse what is no name of a file."""
     if not isinstance(out, str | Path) or "\0" in str(out):
         raise MoesaicError(f"An output is named by a str or a Path; got {quote(out)}.")
-    return Path(at_home(out))
+    return Path(expand_home(out))
 
 
 def checked_place(

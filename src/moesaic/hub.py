@@ -43,7 +43,7 @@ from moesaic.io.trust import pretrained, reading
 from moesaic.plan import Plan
 from moesaic.plans.base import KINDS
 from moesaic.surgery import converted_skeleton, headers_of, install, sizes
-from moesaic.types import JSON, Config, MadeModel, Model, Named, Tokenizer, at_home
+from moesaic.types import JSON, Config, MadeModel, Model, Named, Tokenizer, expand_home
 
 STUB_NAME = "modeling_moesaic.py"
 CONFIG_NAME = "config.json"
@@ -598,7 +598,7 @@ def on_disk(
         token: of the hub.
     """
     if isinstance(model, str | Path):
-        name = at_home(str(model))
+        name = expand_home(str(model))
         at = revision is not None or token is not None
         yield str(resolve(name, revision, token).folder) if at else name
         return

@@ -104,7 +104,7 @@ def _of_layers(config: Config, name: str, count: int) -> list[int]:
 def _normed(arch: MoEArch, layers: nn.ModuleList) -> bool:
     """Return True if the weights of a token's experts add up to one, however many they are."""
     view = next(arch.mixture(layer) for layer in layers if arch.is_moe(layer))
-    routing = view.routing.of_fewer(1)
+    routing = view.routing.with_top_k(1)
     if routing.bias_E is not None:
         routing.bias_E = torch.full((view.count,), 0.0 if arch.parts.scale is None else 1.0)
     if routing.always:

@@ -41,7 +41,7 @@ from moesaic.recipe import Recipe, check_anew, check_run, check_step, method_of,
 from moesaic.record import Record
 from moesaic.result import Result, describe, save_applied
 from moesaic.surgery import routing_in
-from moesaic.types import JSON, Named, Track, Values, at_home, silent
+from moesaic.types import JSON, Named, Track, Values, expand_home, silent
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def apply(
         raise MoesaicError(
             "This result's weights were trained, so no plan can rebuild it: save it."
         )
-    read = [] if isinstance(given, Plan) else [Path(at_home(str(given)))]
+    read = [] if isinstance(given, Plan) else [Path(expand_home(str(given)))]
     check_out(out, overwrite, [*([base] if isinstance(base, str | Path) else []), *read])
     decided = given if isinstance(given, Plan) else Plan.load(read[0])
     steps = [*decided.earlier, decided]

@@ -40,7 +40,7 @@ from moesaic.io.names import check_name
 from moesaic.io.outputs import check_out, run_folder
 from moesaic.io.trust import DIGITS, mapping_of
 from moesaic.methods import VERBS, methods_of
-from moesaic.types import JSON, at_home
+from moesaic.types import JSON, expand_home
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -120,7 +120,7 @@ class Recipe:
             value = getattr(self, name)
             if not isinstance(value, str | os.PathLike):
                 raise MoesaicError(f"A recipe names its {name} by a str; got {quote(value)}.")
-            object.__setattr__(self, name, at_home(os.fspath(value)))
+            object.__setattr__(self, name, expand_home(os.fspath(value)))
 
     @property
     def texts(self) -> list[str]:

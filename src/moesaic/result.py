@@ -55,7 +55,7 @@ from moesaic.plan import Plan
 from moesaic.recipe import Recipe
 from moesaic.record import LayerRecord, Record, Step, strongest
 from moesaic.surgery import applied, apply_plan, check_base, mtp_blocks, mtp_fate
-from moesaic.types import JSON, MadeModel, Model, Named, Tokenizer, Values, at_home
+from moesaic.types import JSON, MadeModel, Model, Named, Tokenizer, Values, expand_home
 
 ALONE = "The result is only the language model; other parts, such as a vision tower, are left out."
 FATES = {
@@ -679,7 +679,7 @@ def push(result: Named, repo: str, *, token: str | bool | None = None) -> str:
             f"push takes a Result or its folder; got {type(result).__name__}, whose own "
             "push_to_hub uploads it without a card."
         )
-    folder = Path(at_home(result))
+    folder = Path(expand_home(result))
     for file in sorted(folder.rglob("*")):
         check_plain_file(file, folder)  # what a link leads to would be uploaded
     from huggingface_hub import HfApi

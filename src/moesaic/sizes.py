@@ -38,7 +38,7 @@ from moesaic.plan import Plan
 from moesaic.recipe import Recipe, check_recipe
 from moesaic.result import save_applied
 from moesaic.surgery import applied_bytes, base_shape
-from moesaic.types import JSON, Config, Model, Named, at_home
+from moesaic.types import JSON, Config, Model, Named, expand_home
 
 T = TypeVar("T")
 Steps = tuple[MethodConfig | ExportArgs, ...]
@@ -170,7 +170,7 @@ def inspect(model: Named, *, revision: str | None = None, token: str | bool | No
         if isinstance(model, str | Path):
             name, at = str(model), (revision, token)
             check_name(name)
-            local = Path(at_home(name)).is_dir()
+            local = Path(expand_home(name)).is_dir()
             opened = resolve(name) if local else headers_of_model(name, Path(folder), *at)
             size = model_size(skeleton_of(opened.config))
             if any(file.name.endswith((*WEIGHTS, *PICKLED)) for file in opened.folder.iterdir()):

@@ -109,12 +109,12 @@ def suits(value: object, hint: object) -> bool:
     return not isinstance(kind, type) or isinstance(value, kind)
 
 
-def at_home(name: str | Path) -> str:
+def expand_home(name: str | Path) -> str:
     """Return a path with ~ at its beginning replaced by the user's folder, if there is such one."""
     return os.path.expanduser(name)  # noqa: PTH111 - a Path would leave ./ out
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Return freed memory to the system, which glibc's allocator otherwise keeps."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

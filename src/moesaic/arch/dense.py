@@ -362,7 +362,7 @@ def put(layer: nn.Module, path: str, module: nn.Module | None) -> None:
 
 
 @cache
-def hands_on(forward: Callable[..., object]) -> bool:
+def returns_tuple(forward: Callable[..., object]) -> bool:
     """Return True if a module returns a tuple: more than hidden states."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))

@@ -496,7 +496,7 @@ class MoEFFN:
         """Return the input of expert ``i``'s down projection (T, M), from the block's input."""
         if not self.parts.inward:
             return self.activate(i, self.before(x_TD))
-        w_TE = self.routing.of_fewer(self.count).weights(self.logits(x_TD))
+        w_TE = self.routing.with_top_k(self.count).weights(self.logits(x_TD))
         w_T1 = w_TE[:, i, None].to(x_TD.dtype).clamp(min=torch.finfo(x_TD.dtype).tiny)
         return self.activate(i, w_T1 * x_TD) / w_T1
 

@@ -209,7 +209,7 @@ class RoutingFunction:
             if tensor.is_meta and name not in handed and path != self._parts.table:
                 place(self._router, name, value(path, tensor))
 
-    def of_fewer(self, top_k: int) -> RoutingFunction:
+    def with_top_k(self, top_k: int) -> RoutingFunction:
         """Return the same router with another top-k."""
         twin = copy.copy(self)
         twin._router = shallow_copy(self._router)

@@ -18,7 +18,7 @@ from moesaic.io.names import check_name
 from moesaic.io.outputs import STATISTICS, check_out, check_out_file
 from moesaic.methods import VERBS, methods_of
 from moesaic.recipe import Recipe, load_recipe, method_of, parse_as, step_config
-from moesaic.types import JSON, at_home
+from moesaic.types import JSON, expand_home
 
 TEXT = given.TEXT
 RUN = [given.DRY_RUN, given.OVERWRITE, given.RESUME, given.PUSH, given.AS_JSON]
@@ -183,7 +183,7 @@ def apply(places: Sequence[str], overwrite: bool, as_json: bool) -> None:
     """Rebuild a result from its base and its plan."""
     if not 2 <= len(places) <= 3:
         raise MoesaicError(f"apply takes [BASE] PLAN OUT; got {len(places)} of them.")
-    *bases, plan, out = map(at_home, places)
+    *bases, plan, out = map(expand_home, places)
     for base in bases:
         check_name(base)
     check_out(Path(out), overwrite, [*bases, plan])

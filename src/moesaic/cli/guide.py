@@ -26,7 +26,7 @@ from moesaic.io.names import check_repository
 from moesaic.io.outputs import discard, output_lock, search_folder
 from moesaic.io.trust import mapping_of
 from moesaic.recipe import Recipe, check_anew, check_run, command_of, parse_as
-from moesaic.types import JSON, at_home
+from moesaic.types import JSON, expand_home
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -200,7 +200,7 @@ def guide(
     **options: Any,
 ) -> None:
     """Print whether a model fits this machine, find a smaller one, and save what you choose."""
-    name = Path(at_home(model)).resolve().name.removesuffix(".gguf")
+    name = Path(expand_home(model)).resolve().name.removesuffix(".gguf")
     recipe = _search_recipe(model, out or Path(f"{name}-smaller"), options, baselines=BASELINES)
     config = parse_as(FitConfig, {"memory": 1, **options}, "")
     asked_for = Goal(config.memory if "memory" in options else None, max_kl)
@@ -486,7 +486,7 @@ def _choose(
                 shared.app(["export", model, place, "--type", point.type], standalone_mode=False)
             else:
                 folder = prompt("Folder", f"{out}-{number}" if made else out)
-                place = str(Path(at_home(folder)))
+                place = str(Path(expand_home(folder)))
                 search.recipe = replace(search.recipe, out=place)
                 console.print(report.terminal(save(search, points, point, again)))
         except MoesaicError as error:

@@ -21,7 +21,7 @@ import yaml
 from moesaic.config import about, check_device, choices, flag_of, parse_dtype, types_of
 from moesaic.errors import MoesaicError
 from moesaic.recipe import Recipe, parse_as
-from moesaic.types import JSON, at_home
+from moesaic.types import JSON, expand_home
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -40,7 +40,7 @@ class _Place(click.ParamType):  # type: ignore[type-arg]
     name = "path"
 
     def convert(self, value: Any, param: object, ctx: object) -> Path:
-        return Path(at_home(value))
+        return Path(expand_home(value))
 
 
 PATH = _Place()

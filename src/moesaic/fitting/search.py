@@ -45,7 +45,7 @@ from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
 from moesaic.sizes import RecipeSizes, ResultSize, Skeleton, Steps
 from moesaic.surgery import routing_in
-from moesaic.types import Track, at_home, silent
+from moesaic.types import Track, expand_home, silent
 
 SHARES = tuple(n / 40 for n in range(12, 38))
 """Shares of the original's bytes that are tried if only a loss is given."""
@@ -278,7 +278,7 @@ class Search:
             "version": __version__,
         }
         own = self.work / FOUND / "prices.json"
-        file = Path(at_home(self.config.prices or own))
+        file = Path(expand_home(self.config.prices or own))
         out = self.recipe.out
         made = {Path(folder).resolve() for folder in (out, run_folder(out), search_folder(out))}
         if file != own and made & {*file.resolve().parents}:

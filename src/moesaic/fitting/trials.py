@@ -45,7 +45,7 @@ from moesaic.pipeline import convert
 from moesaic.plan import REQUEST
 from moesaic.recipe import Recipe
 from moesaic.sizes import RecipeSizes, steps_as_json
-from moesaic.types import JSON, Track, give_back
+from moesaic.types import JSON, Track, release_memory
 
 # --- text -----------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Trials:
             score = mapping_of(file)
             with reading(file, "Remove it, and that is measured anew."):
                 return candidate.with_score(score)
-        give_back()  # of the candidate before
+        release_memory()  # of the candidate before
         tokens = self.texts.both[1]
         with self.open(candidate) as (run, memory):
             ours, theirs = scores([run, self._reference], tokens)
@@ -237,7 +237,7 @@ class Trials:
         result = folder if chosen.conversions else None
         record: JSON = {"file": f"{FOLDER}/{out.name}", "type": type}
         quantised = self._quantised(chosen, result)
-        give_back()  # of the models that were measured
+        release_memory()  # of the models that were measured
         record |= self.files.make(result, out, chosen.file, chosen.types, quantised.weights)
         settings = self.recipe.evaluation
         if settings is not None:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from moesaic.errors import MoesaicError, hint
-from moesaic.types import at_home
+from moesaic.types import expand_home
 
 SHIPPED = ("tiny-dense", "tiny-moe", "tiny-shared-moe")
 """Models that come with the package."""
@@ -46,7 +46,12 @@ def names_model(word: str) -> bool:
     """Return True if a word can only be a model's name: known, a folder, a path or a hub id."""
     if not word or word.startswith("-"):
         return False
-    return word in NAMES or word.endswith(".gguf") or "/" in word or Path(at_home(word)).is_dir()
+    return (
+        word in NAMES
+        or word.lower().endswith(".gguf")
+        or "/" in word
+        or Path(expand_home(word)).is_dir()
+    )
 
 
 def check_name(name: str) -> None:
@@ -57,7 +62,7 @@ def check_name(name: str) -> None:
     """
     if not name.strip():
         raise MoesaicError(f"A model's name is empty. Give one: {MODELS}.")
-    path = Path(at_home(name))
+    path = Path(expand_home(name))
     try:
         is_folder = path.is_dir()
     except OSError as error:  # too long, or in a folder that may not be read
@@ -66,7 +71,7 @@ def check_name(name: str) -> None:
         _warn_shadowed(name.rstrip("/"), path.resolve())
     if is_folder or without_slash(name) in NAMES:
         return
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise MoesaicError(f"No file at {name}.")
         return

@@ -83,7 +83,7 @@ from moesaic.io.trust import (
     pretrained,
     reading,
 )
-from moesaic.types import JSON, Config, MadeModel, Model, Tokenizer, Values, at_home
+from moesaic.types import JSON, Config, MadeModel, Model, Tokenizer, Values, expand_home
 
 SMALL = ("*.json", f"{FOLDER}/*.json", *SIDE_FILES)
 """Name patterns of a hub repository's files that are read beside its weights."""
@@ -401,7 +401,7 @@ def resolve(name: str, revision: str | None = None, token: str | bool | None = N
         MoesaicError: there is no such model, or the hub cannot be reached.
     """
     check_name(name)
-    path = Path(at_home(name))
+    path = Path(expand_home(name))
     if path.is_dir():
         return Source(name, path)
     name = without_slash(name)
@@ -410,7 +410,7 @@ def resolve(name: str, revision: str | None = None, token: str | bool | None = N
         return Source(name, folder_of(file), file)
     if name in SHIPPED:
         return Source(name, Path(str(files("moesaic").joinpath(f"assets/models/{name}"))))
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         check_fetched(path)
         return Source(name, folder_of(path), path)
     return Source(name, from_hub(name, revision, token)[0])
@@ -558,13 +558,13 @@ def headers_of_model(
         MoesaicError: there is no such model, or the hub cannot be reached.
     """
     check_name(name)
-    path = Path(at_home(name))
+    path = Path(expand_home(name))
     if path.is_dir():
         config, weights = path / "config.json", (*WEIGHTS, *PICKLED, *FOREIGN, ".gguf")
         if config.is_file() and not any(file.name.endswith(weights) for file in path.iterdir()):
             return _of_config(name, path, folder)
         return Source(name, path, headers_only=True)
-    if without_slash(name) in NAMES or path.suffix == ".gguf":
+    if without_slash(name) in NAMES or path.suffix.lower() == ".gguf":
         return Source(name, resolve(name).folder, headers_only=True)
     return _of_hub(name, folder, revision, token)
 

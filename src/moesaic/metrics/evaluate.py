@@ -36,7 +36,7 @@ from moesaic.metrics.tasks import check_tasks, headline, measure_tasks, recovery
 from moesaic.observation.files import StatsFile
 from moesaic.progress import tracked
 from moesaic.record import Record
-from moesaic.types import JSON, Model, Named, Tokenizer, Track, Values, give_back, silent
+from moesaic.types import JSON, Model, Named, Tokenizer, Track, Values, release_memory, silent
 
 ROOM = 1.25
 """Memory of running models, as a multiple of that of their weights."""
@@ -163,7 +163,7 @@ class ScoredModels:
         dtype: torch.dtype | None = None,
         track: Track = silent,
     ) -> None:
-        give_back()  # of deciding, before models are loaded
+        release_memory()  # of deciding, before models are loaded
         self.tokens, self.tokenizer, self.settings, self.track = tokens, tokenizer, settings, track
         self.device, self.dtype = own_device(device), dtype
         original = models.get("original")

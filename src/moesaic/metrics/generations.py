@@ -23,7 +23,7 @@ from moesaic.io.models import leaves_untouched
 from moesaic.io.source import Source, source_or_model, tokenizer_of
 from moesaic.io.trust import reading
 from moesaic.metrics.gguf_engine import Engine
-from moesaic.types import JSON, Model, Named, Tokenizer, Track, at_home, silent
+from moesaic.types import JSON, Model, Named, Tokenizer, Track, expand_home, silent
 
 PROMPTS = (
     "The old lighthouse keeper climbed the stairs one last time and",
@@ -204,8 +204,13 @@ def generate(
             f"A prompt of {ids.numel():,} tokens and {new_tokens:,} new ones are beyond the "
             f"model's {most:,} positions: shorten it, or pass fewer new_tokens."
         )
-    file = Path(at_home(model)) if isinstance(model, str | Path) else Path()
-    if file.suffix == ".gguf" and device == "cpu" and dtype is None and isinstance(opened, Source):
+    file = Path(expand_home(model)) if isinstance(model, str | Path) else Path()
+    if (
+        file.suffix.lower() == ".gguf"
+        and device == "cpu"
+        and dtype is None
+        and isinstance(opened, Source)
+    ):
         stops = _stops(tokenizer, opened.config.eos_token_id)
         with suppress(MoesaicError), Engine(file, ids.numel() + new_tokens, exact=True) as engine:
             tokens = engine.greedy(ids[0], new_tokens, stops)

@@ -44,7 +44,7 @@ from moesaic.modules.running import SpilledList
 from moesaic.observation.stream import BEFORE, Block, LayerStream
 from moesaic.plans.base import LayerPlan
 from moesaic.surgery import converted_copy
-from moesaic.types import Track, give_back, silent
+from moesaic.types import Track, release_memory, silent
 
 StandIn = Callable[[nn.Module], AbstractContextManager[nn.Module | None]]
 """Function from a layer to a context with the module that replaces it; None: the layer itself."""
@@ -229,7 +229,7 @@ class PricedPart:
             torch.stack([_per_window((after - before) * g[b]) for g in self._gradients])
             for b, (after, before) in enumerate(pairs)
         ]
-        give_back()  # else what wide experts leave behind would add up from change to change
+        release_memory()  # else what wide experts leave behind would add up from change to change
         return torch.cat(v_KN, 1).cpu()
 
 

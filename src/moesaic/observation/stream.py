@@ -17,14 +17,14 @@ from typing import Any, Generic
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, hands_on
+from moesaic.arch.dense import Arch, returns_tuple
 from moesaic.data.text import Tokens
 from moesaic.io.checkpoint import Checkpoint, not_finite
 from moesaic.io.checkpoint import cast as as_dtype
 from moesaic.io.models import dtype_by_name, forward_replaced, path_of, skeleton, working_type
 from moesaic.io.naming import Naming
 from moesaic.modules.running import LayerTokens, RunningTokens, SpilledList, V_co, places
-from moesaic.types import JSON, Config, Model, give_back, logits_alone
+from moesaic.types import JSON, Config, Model, logits_alone, release_memory
 
 StandIn = Callable[[int, Tensor, JSON], Tensor]
 Key = tuple[int, int, int]
@@ -231,7 +231,7 @@ class LayerStream(Generic[V_co]):
                     owner, _, leaf = name.rpartition(".")
                     setattr(module.get_submodule(owner), leaf, parameter)
                 state.clear()
-                give_back()  # else each layer's memory would add up
+                release_memory()  # else each layer's memory would add up
 
         prefix, _, layers_name = arch.layers_path.rpartition(".")
         embeddings_name = path_of(model, embedding).removeprefix(f"{prefix}.")
@@ -494,7 +494,7 @@ def outputs(model: Model, batch: Tokens, device: torch.device) -> Sequence[Tenso
 def _replacement_forward(stand_in: StandIn, index: int, layer: nn.Module) -> Callable[..., object]:
     """Return a replacement of a layer's forward with the same arguments and results."""
     _, _, *names = inspect.signature(type(layer).forward).parameters
-    handing = hands_on(type(layer).forward)
+    handing = returns_tuple(type(layer).forward)
 
     def forward(hidden_states: Tensor, *args: object, **keywords: object) -> object:
         states = stand_in(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, FFNNames, LayerUse, RoutedModule, hands_on, put
+from moesaic.arch.dense import Arch, FFNNames, LayerUse, RoutedModule, put, returns_tuple
 from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.errors import MoesaicError, quote
 from moesaic.modules.blocks import CondensedFFN, Nothing, PassThrough, shapes
@@ -31,7 +31,7 @@ from moesaic.plans.base import (
     State,
     check_numbers,
 )
-from moesaic.plans.recovery import Balance, Ridge
+from moesaic.plans.recovery import DenseRefit, Ridge
 from moesaic.types import JSON, Config
 
 Part = tuple[Tensor, Tensor, Tensor, float]
@@ -185,7 +185,7 @@ class CondensedLayer(LayerPlan):
         module = self.module(site.layer, view.arch)
         _, _, down = module.projections
         down_DM: Tensor = down.weight.detach()
-        balance = Balance(down_DM)
+        balance = DenseRefit(down_DM)
         features: list[Tensor] = []
         down.register_forward_pre_hook(lambda _, args: features.append(args[0]))
         for x_TD, target_TD in zip(site.inputs(), site.targets(), strict=True):
@@ -216,7 +216,7 @@ def _new_ffn(
     like_0D = _empty_projection(arch, LiveState(layer))
     device = device or like_0D.device
     act = arch.act_of(layer) if width else nn.Identity()
-    more = hands_on(type(arch.ffn_of(layer)).forward)
+    more = returns_tuple(type(arch.ffn_of(layer)).forward)
     return CondensedFFN(
         *(like_0D.shape[1], width, act, arch.ffn.apart, gated, more),
         device=device,

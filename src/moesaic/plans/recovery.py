@@ -279,7 +279,7 @@ def ridge_path(
         yield w_FO
 
 
-class Balance:
+class DenseRefit:
     """Ridge regression of what a carved layer's output lacks on its dense part's activations.
 
     Args:
@@ -336,7 +336,7 @@ def refitted_down(
     """
     ffn = site.view
     down_DM = ffn.down_DM[:, order_M]
-    balance = Balance(down_DM)
+    balance = DenseRefit(down_DM)
     for (whole_TM, h_TM), target_TD in zip(running, site.targets(), strict=True):
         y_TD = ffn.output(whole_TM) if target_TD is None else target_TD
         balance.add(h_TM, F.linear(h_TM, down_DM, ffn.down_bias_D), y_TD)

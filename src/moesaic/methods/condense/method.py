@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from moesaic.arch.dense import hands_on
+from moesaic.arch.dense import returns_tuple
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.config import in_unit
 from moesaic.errors import MoesaicError
@@ -442,7 +442,7 @@ def obstacle(view: MoEFFN, layer: nn.Module, keep: str) -> str:
     gate = f"{view.arch.ffn_prefix(0)}gate_proj.weight"
     if read_as(view.arch.model_type, [gate])[gate] != gate:
         return "transformers makes one projection of an MLP's gates and ups when it reads them"
-    if keep == "nothing" and hands_on(type(layer).forward):
+    if keep == "nothing" and returns_tuple(type(layer).forward):
         return "its layers hand on to the next one more than hidden states"
     if keep not in ("shared", "shared+routed"):
         return ""

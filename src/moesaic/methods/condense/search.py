@@ -58,7 +58,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from moesaic.arch.dense import hands_on
+from moesaic.arch.dense import returns_tuple
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, mean_over_processes
@@ -300,7 +300,7 @@ class ExpertSearch:
                 order = ranked_experts(scores, g_E, k)
             routed = torch.tensor(order, dtype=torch.int64)
         variants: dict[str, Replaced] = {"attention": NO_FFN}
-        if not hands_on(type(self.block.layer).forward):
+        if not returns_tuple(type(self.block.layer).forward):
             variants["nothing"] = DroppedLayer()
         if shared.shared and not view.apart(routed=False):
             variants["shared"] = shared
