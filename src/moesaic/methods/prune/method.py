@@ -58,8 +58,8 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
 
     def resolve_defaults(self, job: Job[MoEArch]) -> Iterator[str]:
         yield from super().resolve_defaults(job)
-        views = {i: job.arch.mixture(job.layers[i]) for i in job.arch.moe_layers(job.skeleton)}
-        if all(self.sizes(job)[i] == [view.count] for i, view in views.items()):
+        sizes = self.sizes(job).items()
+        if all(kept == [job.arch.mixture(job.layers[i]).count] for i, kept in sizes):
             yield "All experts are kept: nothing is removed."
 
     @property
