@@ -408,3 +408,12 @@ def test_pages_of_large_runs_stay_small():
     assert len(many.encode()) < 1_000_000
     assert "Plots and tables of layers are on each run’s own page" in many
     assert len(Page(many).all("details")) == 20
+
+
+def test_no_two_marks_of_an_axis_read_alike():
+    """Of sizes between 8.96 and 8.99 MB half were written twice."""
+    tried = [{"form": str(size), "memory": size, "kl": 0.1} for size in (8_962_000, 8_991_000)]
+    plot = tried_of(replace(pruned(), measured={"tried": tried}))
+    drawing = "".join(drawn(plot, 800.0)[0]).replace("\N{NO-BREAK SPACE}", " ")
+    marks = re.findall(r">(8\.9\d MB)<", drawing)
+    assert len(marks) == len({*marks}) > 1

@@ -298,7 +298,8 @@ def point_chart(figure: Points, width: float) -> Drawing:
     height = 400.0 if width > NARROW else 330.0
     at = [(p.x, p.y) for p in figure.points]
     plane = Plane(at, (58.0, 30.0, width - 16, height - 52), edge=0.06)
-    marked = ticks(plane.low, plane.high, 5 if width > NARROW else 3)
+    every = (ticks(plane.low, plane.high, n) for n in range(5 if width > NARROW else 3, 0, -1))
+    marked = next((x for x in every if len({*map(figure.x_form, x)}) == len(x)), [])
     out = plane.axes(marked, figure.x_form, figure.y_form)
     out.append(text(0, 12, f"{figure.y}{', logarithmic' if plane.log else ''}", "quiet"))
     out.append(text(plane.right, plane.bottom + 40, figure.x, "quiet", "end"))
