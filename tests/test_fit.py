@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from builders import pages, predicting, quantised_experts, stored, tiny_moe, weights
+from builders import nightly, pages, predicting, quantised_experts, stored, tiny_moe, weights
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from shrunken import small_model
 
 import moesaic
 from moesaic import CondenseConfig, FitConfig, PruneConfig, SlimConfig, pipeline
@@ -1070,3 +1071,28 @@ def test_an_unfinished_run_of_out_is_replaced_only_where_that_is_asked_for(tmp_p
     for asked, message in (({}, "unfinished run"), ({"overwrite": True}, "begun")):
         with pytest.raises(MoesaicError, match=message):
             fit(Recipe("tiny-moe", str(tmp_path / "out"), ()), FitConfig(memory=1), **asked)
+
+
+ODD = ("minimax", "kimi_linear", "inkling_text", "granitemoehybrid", "llama4_text", "deepseek_v4")
+ODD += ("phimoe", "glm4_moe", "ernie4_5_moe", "falcon", "gpt2", "lfm2")
+
+
+@pytest.mark.parametrize(
+    ("number", "model_type"), [(0, "gpt_oss"), *(nightly(n, t) for n, t in enumerate(ODD))]
+)
+def test_whole_searches_run_on_architectures_that_do_not_ship(number, model_type, tmp_path):
+    """With all forms; one budget after the other."""
+    base = stored(small_model(model_type), tmp_path / "base")
+    whole = Skeleton(resolve(str(base)).config, None).size
+    budgets = (
+        {"parameters": 0.75 * whole.total_parameters},
+        {"parameters": 0.75 * whole.total_parameters, "native": True},
+        {"active_parameters": 0.85 * whole.active_parameters},
+    )
+    config = FitConfig(windows=4, confirm=1, **budgets[number % len(budgets)])
+    texts = Calibration(samples=4, length=32), Evaluation(length=32, max_tokens=128, rounds=0)
+    record = fit(Recipe(str(base), str(tmp_path / "out"), (), *texts), config)
+    made = Skeleton(resolve(str(tmp_path / "out")).config, None).size
+    assert made.total_parameters <= (config.parameters or math.inf)
+    assert made.active_parameters <= (config.active_parameters or math.inf)
+    assert record.measured["tried"]

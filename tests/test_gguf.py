@@ -887,7 +887,7 @@ def test_whole_searches_run_with_all_alternatives(model_type, tmp_path):
     needs_llamacpp(converter=True)
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
     sizes |= {"norm_topk_prob": False, "num_key_value_heads": 4}
-    sizes = {} if model_type in UNSIZED else sizes
+    sizes = READ.get(model_type, {}) | ({} if model_type in UNSIZED else sizes)
     base, types = stored(small_model(model_type, **sizes), tmp_path / "base"), ("q8_0", "q4_0")
     least = Files(resolve(str(base)), "none", tmp_path).original.layout.least(types)
     texts = [Calibration(samples=4, length=32)]
