@@ -178,11 +178,11 @@ def _unfold(file: Path, work: Path) -> None:
             f"{file}: transformers misreads the rotary scaling of GGUF files of gpt-oss. Give the "
             "checkpoint that it was made from."
         )
-    tokenizer = pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
     if int(_field(reader, "split.count") or 1) > 1:
         raise MoesaicError(
             f"{file} is one of several parts; merge them with llama.cpp's llama-gguf-split."
         )
+    tokenizer = pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
     config, attributes = _config(reader, architecture, file)
     model = skeleton(config, torch.float32)
     for kind in sorted({tensor.tensor_type for tensor in reader.tensors}):
