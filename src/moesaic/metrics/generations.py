@@ -162,7 +162,7 @@ def generate(
         model: a name or folder, a loaded model, or what a verb returned.
         prompt: text to continue.
         tokenizer: for a loaded model, which brings none.
-        new_tokens: tokens to add at most.
+        new_tokens: tokens to add at most; also no more than the model has positions for.
         chat: put the prompt as a user's turn into the tokenizer's chat template.
         device: where to compute, when ``model`` is a name.
         dtype: type or its name, when ``model`` is a name; None for the checkpoint's own.
@@ -199,11 +199,13 @@ def generate(
     if ids.numel() == 0:
         raise MoesaicError("The prompt is empty.")
     most = positions(opened.config)
-    if most is not None and ids.numel() + new_tokens > most:
-        raise MoesaicError(
-            f"A prompt of {ids.numel():,} tokens and {new_tokens:,} new ones are beyond the "
-            f"model's {most:,} positions: shorten it, or pass fewer new_tokens."
-        )
+    if most is not None:
+        if ids.numel() >= most:
+            raise MoesaicError(
+                f"A prompt of {ids.numel():,} tokens leaves none of the model's {most:,} positions "
+                "for others: shorten it."
+            )
+        new_tokens = min(new_tokens, most - ids.numel())
     file = Path(expand_home(model)) if isinstance(model, str | Path) else Path()
     if (
         file.suffix.lower() == ".gguf"
