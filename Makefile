@@ -35,10 +35,10 @@ demo: $(USER_VENV)/.gguf  ## A mixture in fewer bytes than quantising alone reac
 	mkdir -p moesaic-demo
 	tried() { $(MOESAIC) generate $$1 $(PROMPT) --new-tokens 32 && \
 	  $(MOESAIC) eval $$1 --against tiny-moe --max-tokens 4096 --json > moesaic-demo/$$(basename $$1).json; }; \
-	{ $(MOESAIC) export tiny-moe moesaic-demo/rounded.gguf $(LARGEST) --among q4_k_m --among q2_k --among iq1_s --overwrite && \
-	  tried moesaic-demo/rounded.gguf; } > moesaic-demo/rounded.log 2>&1 & \
+	{ $(MOESAIC) export tiny-moe moesaic-demo/quantised.gguf $(LARGEST) --among q4_k_m --among q2_k --among iq1_s --overwrite && \
+	  tried moesaic-demo/quantised.gguf; } > moesaic-demo/quantised.log 2>&1 & \
 	$(MOESAIC) fit tiny-moe moesaic-demo/fit $(LARGEST) --type q4_k_m --type q2_k --type iq1_s --samples 8 --windows 4 --max-tokens 4096 --overwrite && \
-	tried moesaic-demo/fit/moesaic/*.gguf; made=$$?; wait $$! || made=$$?; cat moesaic-demo/rounded.log; exit $$made
+	tried moesaic-demo/fit/moesaic/*.gguf; made=$$?; wait $$! || made=$$?; cat moesaic-demo/quantised.log; exit $$made
 	$(MOESAIC) report moesaic-demo/fit --out moesaic-demo/report.html
 	$(USER_VENV)/bin/python scripts/demo_figures.py moesaic-demo
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 def main(folder: Path) -> None:
     """``folder`` has two files, and beside them what ``moesaic eval --json`` says of each."""
-    files = {"rounded": folder / "rounded.gguf", "fit": next(folder.glob("fit/moesaic/*.gguf"))}
+    files = {"quantised": folder / "quantised.gguf", "fit": next(folder.glob("fit/moesaic/*.gguf"))}
     said = {
         name: json.loads((folder / f"{file.name}.json").read_text("utf-8"))
         for name, file in files.items()
@@ -20,8 +20,8 @@ def main(folder: Path) -> None:
     kl = {name: f"{figures['kl']:.2f}" for name, figures in said.items()}
     print(
         f"tiny-moe, whose perplexity is {said['fit']['against']['perplexity']:.1f}: quantising "
-        f"alone makes {megabytes['rounded']} of it, at perplexity {perplexity['rounded']} and a KL "
-        f"of {kl['rounded']}; moesaic fit makes {megabytes['fit']}, at {perplexity['fit']} and "
+        f"alone makes {megabytes['quantised']} of it, at perplexity {perplexity['quantised']} and a KL "
+        f"of {kl['quantised']}; moesaic fit makes {megabytes['fit']}, at {perplexity['fit']} and "
         f"{kl['fit']}."
     )
 
