@@ -20,8 +20,8 @@ def main(folder: Path) -> None:
     kl = {name: f"{figures['kl']:.2f}" for name, figures in said.items()}
     print(
         f"tiny-moe, whose perplexity is {said['fit']['against']['perplexity']:.1f}: quantising "
-        f"alone makes {megabytes['quantised']} of it, at perplexity {perplexity['quantised']} and a KL "
-        f"of {kl['quantised']}; moesaic fit makes {megabytes['fit']}, at {perplexity['fit']} and "
+        f"alone makes {megabytes['quantised']} of it, at perplexity {perplexity['quantised']} and "
+        f"a KL of {kl['quantised']}; moesaic fit makes {megabytes['fit']}, at {perplexity['fit']} and "
         f"{kl['fit']}."
     )
 
