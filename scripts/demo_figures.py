@@ -21,8 +21,8 @@ def main(folder: Path) -> None:
     print(
         f"tiny-moe, whose perplexity is {said['fit']['against']['perplexity']:.1f}: quantising "
         f"alone makes {megabytes['quantised']} of it, at perplexity {perplexity['quantised']} and "
-        f"a KL of {kl['quantised']}; moesaic fit makes {megabytes['fit']}, at {perplexity['fit']} and "
-        f"{kl['fit']}."
+        f"a KL of {kl['quantised']}; moesaic fit makes {megabytes['fit']}, at {perplexity['fit']} "
+        f"and {kl['fit']}."
     )
 
 
