@@ -35,7 +35,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 import moesaic
-from moesaic import export
+from moesaic import export, hub
 from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError, how_to_install
@@ -572,7 +572,8 @@ def test_the_converter_is_told_of_layers_that_predict_further_tokens(
     with pytest.raises(MoesaicError, match="converter refused base: stopped"):
         llamacpp.convert(*paths, "f32")
     ((_, request, _), _) = script.call_args
-    assert json.loads(request) == [*map(str, paths), "f32", predicting, {}]
+    told = [hub.UNSAID, {"linear_attention": "mamba", "full_attention": "attention"}]
+    assert json.loads(request) == [*map(str, paths), "f32", predicting, {}, *told]
 
 
 def test_an_embedding_that_is_stored_as_the_head_is_refused(tmp_path):

@@ -64,13 +64,9 @@ SAME = (
 programs may read another."""
 KEPT = ("base", PLAIN)
 """Header keys that describe the model that the first of several plans was made for."""
-SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-SCORED = {"scoring_func": "sigmoid"}
-UNSAID = {
-    **dict.fromkeys(("deepseek_v3", "dots1"), SIGMOID),
-    "minimax_m2": SCORED,
-    "exaone_moe": SCORED,
-}
+SIGMOID = {"scoring_func": "sigmoid"}
+BIASED = {**SIGMOID, "topk_method": "noaux_tc"}
+UNSAID = {"deepseek_v3": BIASED, "dots1": BIASED, "exaone_moe": SIGMOID, "minimax_m2": SIGMOID}
 """Config keys, by architecture, that engines look for and transformers' classes imply."""
 PUBLISHED = {"granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"}}
 """Layer types of published configs, by architecture and transformers' names, which it writes."""

@@ -38,10 +38,6 @@ import numpy as np
 
 UNMERGED = -1e6
 """Score of tokens that no merge makes, such as single characters."""
-SIGMOID = ("deepseek_v3", "dots1", "exaone_moe", "minimax_m2")
-"""Architectures whose routers are sigmoids in transformers' classes, which no config says."""
-LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}
-"""Layer types of Granite 4.0 as published, by the names that transformers writes."""
 SPACE = "\u2581"
 """Character that SentencePiece writes for a space."""
 
@@ -53,7 +49,9 @@ def main(request: str, output: int = 1) -> None:
         request: the JSON list from :func:`moesaic.exports.llamacpp.convert`.
         output: file descriptor for values, if these are requested.
     """
-    script, folder, named, out, outtype, predicting, settings, *streamed = json.loads(request)
+    script, folder, named, out, outtype, predicting, settings, unsaid, published, *streamed = (
+        json.loads(request)
+    )
     sys.path.insert(0, str(Path(script).parent))
     converter = importlib.import_module(Path(script).stem)
     if settings:  # transformers loads no tokenizer beside a config that it does not know
@@ -67,9 +65,9 @@ def main(request: str, output: int = 1) -> None:
 
     def attention_layers(self: Any) -> list[int]:
         kinds = self.hparams.get("layer_types") or []
-        self.hparams["layer_types"] = [LAYERS.get(kind, kind) for kind in kinds]
-        layers: list[int] = find(self)
-        return layers
+        self.hparams["layer_types"] = [published.get(kind, kind) for kind in kinds]
+        found: list[int] = find(self)
+        return found
 
     granite.GraniteHybridModel.get_attn_layers = attention_layers
     base.ModelBase.no_mtp = not predicting
@@ -94,8 +92,8 @@ def main(request: str, output: int = 1) -> None:
 
     def completed(*args: object, **options: object) -> dict[str, object]:
         hparams: dict[str, object] = load(*args, **options)
-        if hparams.get("model_type") in SIGMOID:
-            hparams.setdefault("scoring_func", "sigmoid")
+        for name, value in unsaid.get(hparams.get("model_type"), {}).items():
+            hparams.setdefault(name, value)
         settings = base.ModelBase.settings
         kept = {name: value for name, value in hparams.items() if name not in settings}
         return kept | {name: value for name, value in settings.items() if value is not None}

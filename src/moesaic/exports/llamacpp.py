@@ -44,6 +44,7 @@ from moesaic.exports.quantiser import (
     tensors_of,
     types_of,
 )
+from moesaic.hub import PUBLISHED, UNSAID
 from moesaic.io.gguf import FREQUENCIES, SCALARS, attention_scalar
 from moesaic.io.models import skeleton_of
 from moesaic.io.naming import Naming, is_mtp
@@ -277,6 +278,7 @@ def convert(
     predicting = any(is_mtp(name, layers) for name in source.checkpoint.names())
     settings = puzzle_settings(source.config)
     given = [*map(str, (script, folder, named, out)), type, predicting, settings]
+    given += [UNSAID, PUBLISHED["granitemoehybrid"]]
     if values is not None:
         given.append("streamed")
     trouble = run_script("convert.py", json.dumps(given), values)
@@ -503,9 +505,8 @@ def _exaone4(config: Config) -> Iterator[str]:
 
 
 def _laguna(config: Config) -> Iterator[str]:
-    if _sliding(config) != [
-        bool(config.sliding_window) and i % 4 > 0 for i, _ in enumerate(config.layer_types)
-    ]:
+    slides, layers = bool(config.sliding_window), config.num_hidden_layers
+    if _sliding(config) != [slides and i % 4 > 0 for i in range(layers)]:
         yield "full attention elsewhere than in every layer of 4, the first one full"
 
 
