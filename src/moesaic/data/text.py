@@ -513,15 +513,16 @@ def _documents(
     begin = beginning(tokenizer)
     start = "".join(tokenizer.convert_ids_to_tokens(begin))  # from a template; added again below
     texts = [text.removeprefix(start) for text in pool if text.strip()]
-    encoded = [
-        tokenizer(texts[i], truncation=True, max_length=length, verbose=False)["input_ids"]
+    cut = {"add_special_tokens": True, "truncation": True, "max_length": length}
+    ids_N = [
+        encoded(tokenizer, texts[i], **cut)["input_ids"]
         for i in _drawn(len(texts), samples, seed, "has {} documents")
     ]
-    longest = max(map(len, encoded))
+    longest = max(map(len, ids_N))
     filling = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    rows_NL = [row + [filling] * (longest - len(row)) for row in encoded]
+    rows_NL = [row + [filling] * (longest - len(row)) for row in ids_N]
     ids = torch.tensor(rows_NL, dtype=torch.int64)  # also where no document has a token
-    mask = torch.arange(longest) < torch.tensor([*map(len, encoded)])[:, None]
+    mask = torch.arange(longest) < torch.tensor([*map(len, ids_N)])[:, None]
     origins = (replace(rows.taken, windows=samples),)
     return Tokens(ids, None if bool(mask.all()) else mask, origins, begun=len(begin))
 

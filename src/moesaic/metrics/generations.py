@@ -116,7 +116,7 @@ def _continued(
     model: Model, tokenizer: Tokenizer, new_tokens: int, temperature: float
 ) -> list[list[int]]:
     """Return the new tokens of each prompt up to the end of its text; all prompts are one batch."""
-    rows = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    rows = [encoded(tokenizer, text, add_special_tokens=True)["input_ids"] for text in PROMPTS]
     longest = max(map(len, rows))
     stops = _stops(tokenizer, model.generation_config.eos_token_id)
     filling = tokenizer.pad_token_id

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moesaic.data.text import encoded
 from moesaic.errors import MoesaicError, how_to_install
 from moesaic.types import Tokenizer
 
@@ -220,5 +221,5 @@ def split_otherwise(file: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> i
     """
     with _Model(file, vocab_only=True) as vocabulary:
         split = [vocabulary.split(text) for text in texts]
-    wanted = [tokenizer(text)["input_ids"] for text in texts]
+    wanted = [encoded(tokenizer, text, add_special_tokens=True)["input_ids"] for text in texts]
     return sum(ids != right for ids, right in zip(split, wanted, strict=True))
