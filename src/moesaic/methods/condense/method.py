@@ -130,8 +130,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         """Outline a run: the first candidates, each with its first experts."""
         config = self.config
         candidates = _candidates(job, config)
-        plans = {i: outlined(job.arch.mixture(job.layers[i]), config) for i in candidates}
-        target = Target(job, config, plans)
+        target = self._outlined(job, candidates)
         count = next(n for n in range(len(candidates) + 1) if target.met(candidates[:n]))
         first, rest = candidates[: max(0, count - 1)], candidates[max(0, count - 1) :]
         others = {target.shapes([*first, i]) for i in rest} if count else set()
@@ -140,12 +139,17 @@ class Condenser(Method[CondenseConfig, MoEArch]):
             exact=len(others) <= 1,
         )
 
+    def _outlined(self, job: Job[MoEArch], candidates: Sequence[int]) -> Target:
+        """Return the target with plans of all candidates, each with its first experts."""
+        views = {i: job.arch.mixture(job.layers[i]) for i in candidates}
+        plans = {i: outlined(view, self.config) for i, view in views.items()}
+        return Target(job, self.config, plans)
+
     def run(self, job: Job[MoEArch]) -> Decision:
         config = self.config
         candidates = _candidates(job, config)
-        if config.count is None:  # refuses, by headers, what no choice of layers meets
-            views = {i: job.arch.mixture(job.layers[i]) for i in candidates}
-            Target(job, config, {i: outlined(view, config) for i, view in views.items()})
+        if config.count is None:
+            self._outlined(job, candidates)  # refuses what no choice of layers meets
         request = job.request({**job.request_of(config), "text": job.text})
         finished = Progress(job.args.resume_from, request)
         stream = job.stream(candidates, job.arch.mixture, job.own_tokens[0])
