@@ -272,7 +272,7 @@ def test_what_was_lost_and_what_came_back():
     assert recovery.recovered(6e-9, 1.5e-9, 24e-9)["recovered"] == pytest.approx(0.75)
     assert recovery.recovered(0.0, 0.0, 0.0) == {"lost": 0.0, "recovered": 1.0}
     down = drawn(2, 3, seed=3)
-    balance = recovery.DenseRefit(down)
+    balance = recovery.DownRefit(down)
     features, left, y = drawn(50, 3), drawn(50, 2, seed=1), drawn(50, 2, seed=2)
     balance.add(features[:30], left[:30], y[:30])
     balance.add(features[30:], left[30:], y[30:])

@@ -31,7 +31,7 @@ from moesaic.plans.base import (
     State,
     check_numbers,
 )
-from moesaic.plans.recovery import DenseRefit, Ridge
+from moesaic.plans.recovery import DownRefit, Ridge
 from moesaic.types import JSON, Config
 
 Part = tuple[Tensor, Tensor, Tensor, float]
@@ -185,7 +185,7 @@ class CondensedLayer(LayerPlan):
         module = self.module(site.layer, view.arch)
         _, _, down = module.projections
         down_DM: Tensor = down.weight.detach()
-        balance = DenseRefit(down_DM)
+        balance = DownRefit(down_DM)
         features: list[Tensor] = []
         down.register_forward_pre_hook(lambda _, args: features.append(args[0]))
         for x_TD, target_TD in zip(site.inputs(), site.targets(), strict=True):

@@ -279,8 +279,10 @@ def ridge_path(
         yield w_FO
 
 
-class DenseRefit:
-    """Ridge regression of what a carved layer's output lacks on its dense part's activations.
+class DownRefit:
+    """Ridge regression of what a converted layer's output lacks, from its features.
+
+    It sums the squares of the original's output too, of which errors are shares.
 
     Args:
         down_DF: the down projection to which the solution is added.
@@ -292,7 +294,7 @@ class DenseRefit:
         self.square = 0.0
 
     def add(self, h_TF: Tensor, kept_TD: Tensor, y_TD: Tensor) -> None:
-        """Add a batch: activations, the carved layer's output, and the original's output."""
+        """Add a batch: features, the converted layer's output, and the original's output."""
         self.ridge.add(h_TF.float(), (y_TD - kept_TD).float())
         self.square += y_TD.double().square().sum().item()
 
@@ -336,7 +338,7 @@ def refitted_down(
     """
     ffn = site.view
     down_DM = ffn.down_DM[:, order_M]
-    balance = DenseRefit(down_DM)
+    balance = DownRefit(down_DM)
     for (whole_TM, h_TM), target_TD in zip(running, site.targets(), strict=True):
         y_TD = ffn.output(whole_TM) if target_TD is None else target_TD
         balance.add(h_TM, F.linear(h_TM, down_DM, ffn.down_bias_D), y_TD)

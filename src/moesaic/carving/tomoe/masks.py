@@ -23,7 +23,7 @@ Deviations of our defaults from the paper; ``PUBLISHED`` (``--recipe paper``) un
 - A mask multiplies hidden activations once, so that neurons that are off still learn whether they
   should be on.
 - R_L has an eighth of the paper's weight (1/8, not 1): what the released code computes for eight
-  eight experts, which leaves out Eq. 9's factor N.
+  experts, which leaves out Eq. 9's factor N.
 
 Whatever the options:
 
