@@ -148,14 +148,14 @@ def _check_options(config: DataclassInstance) -> None:
     """Refuse values of another type, none of an option's choices, or out of its range."""
     for entry in fields(config):
         value, info = getattr(config, entry.name), about(entry)
-        hint = types_of(type(config))[entry.name]
-        if value is None and suits(None, hint):
+        kind = types_of(type(config))[entry.name]
+        if value is None and suits(None, kind):
             continue
         allowed = choices(type(config), entry.name)
         if allowed:
             check_known(entry.name, value, allowed)
-        if not suits(value, hint):
-            raise MoesaicError(f"{entry.name} must be {_kind_in_words(hint)}; got {quote(value)}.")
+        if not suits(value, kind):
+            raise MoesaicError(f"{entry.name} must be {_kind_in_words(kind)}; got {quote(value)}.")
         most = GREATEST if info.maximum is None and type(value) is int else info.maximum
         for holds, words, limit in (
             (operator.ge, "at least", info.minimum),

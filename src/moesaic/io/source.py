@@ -278,8 +278,7 @@ class Source:
             try:
                 model, info = self._pretrained({"dtype": dtype or "auto", "device_map": device_map})
             except RuntimeError:  # transformers cannot assemble a tensor, and does not name it
-                shape = skeleton_of(self.config)
-                Naming(self.checkpoint, self.config.model_type, shape.state_dict()).check(shape)
+                self.naming.check(skeleton_of(self.config))
                 raise
         self.checkpoint.check_unchanged()
         count = model.config.get_text_config().num_hidden_layers

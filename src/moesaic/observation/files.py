@@ -46,12 +46,12 @@ FILED = OF_WEIGHTS | OF_TOKENS
 """Statistics that a file holds of a mixture."""
 FILED_DENSE = frozenset({"calls_E", "energy_EM", "reach_EM", "size_EM"})
 """Statistics that a file holds of a dense model."""
-ODD = frozenset({"logits_TX", "bias_E"})
+UNBOUNDED = frozenset({"logits_TX", "bias_E"})
 """Statistics that may hold infinity, of experts that are never chosen."""
-SQUARES = frozenset(
+NOT_NEGATIVE = frozenset(
     {"calls_E", "norm_E", "square_E", "energy_EM", "spread_E", "reach_EM", "size_EM"}
 )
-"""Statistics of mixtures that are numbers of tokens, norms and sums of squares."""
+"""Statistics that are numbers of tokens, norms and sums of squares."""
 NO_TEXT = Tokens(torch.zeros(1, 1, dtype=torch.int64))
 """Tokens that pass through the model if only weights are observed."""
 
@@ -304,9 +304,9 @@ class StatsFile:
                 raise KeyError(missing[0])
             stats = {n: opened.get_tensor(start + n).clone() for n in names}
             for name, value in stats.items():
-                if name not in ODD and not bool(value.isfinite().all()):
+                if name not in UNBOUNDED and not bool(value.isfinite().all()):
                     raise ValueError(f"{name} has values that are not finite")
-                if name in SQUARES and bool((value < 0).any()):
+                if name in NOT_NEGATIVE and bool((value < 0).any()):
                     raise ValueError(f"{name} has values below 0")
             sizes = {}
             shapes = {n: opened.get_slice(start + n).get_shape() for n in there}
