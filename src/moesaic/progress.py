@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
-from statistics import fmean
 from typing import Any, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -67,10 +64,10 @@ def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T
         TextColumn("left"),
         Left(),
     )
-    with Bar(*columns, console=err_console) as bar:
+    with Progress(*columns, console=err_console) as bar:
         for item in bar.track(items, total=total, description=label):
             if isinstance(item, Figures):
-                bar.add(item)
+                bar.update(bar.task_ids[0], description=f"{label}, loss {item['loss']:.4g}")
             yield item
 
 
@@ -107,42 +104,6 @@ class Left(ProgressColumn):
         minutes, seconds = divmod(max(0, round(left)), 60)
         text = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
         return Text(text, style="progress.remaining")
-
-
-class Bar(Progress):
-    """Progress bar, with curves of the items' figures under it."""
-
-    def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
-        self.curves: dict[str, list[float]] = {}  # looked at while Progress is made
-        super().__init__(*columns, **options)
-
-    def add(self, figures: Figures) -> None:
-        """Append figures to their curves."""
-        for name, value in figures.items():
-            self.curves.setdefault(name, []).append(value)
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield from super().get_renderables()
-        for name, values in self.curves.items():
-            yield Text(f"  {name:<24}{_sparkline(values)} {values[-1]:.4g}")
-
-
-def _sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Return the course of some values as characters, from the least to the greatest.
-
-    >>> _sparkline([0, 1, 2, 3, 4, 5, 6, 7]), _sparkline([1, 3, 1, 3], 2), _sparkline([math.nan, 2])
-    ('▁▂▃▄▅▆▇█', '▁▁', ' ▁')
-    """
-    steps = "▁▂▃▄▅▆▇█"
-    count = min(width, len(values))
-    edges = [len(values) * i // count for i in range(count + 1)]
-    means = [fmean(values[a:b]) for a, b in pairwise(edges)]
-    finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
-    room = (max(finite) - min(finite)) or 1.0
-    return "".join(
-        steps[round(7 * (mean - min(finite)) / room)] if math.isfinite(mean) else " "
-        for mean in means
-    )
 
 
 # --- the log of a run ----------------------------------------------------------------------------

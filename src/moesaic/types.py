@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 class Figures(dict[str, float]):
-    """Item that has figures, of which curves are drawn as the items pass."""
+    """Item that has figures, of which the loss is shown as the items pass."""
 
 
 class Track(Protocol):

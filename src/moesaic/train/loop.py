@@ -49,7 +49,6 @@ from moesaic.types import Figures, Model, Track, Values, silent
 
 TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"
 _NOT_KEPT = ("epoch", "grad_norm")
-_NOT_DRAWN = (*_NOT_KEPT, "learning_rate")
 _DECAYS = {"cosine": "cosine", "constant": "constant_with_warmup"}
 
 
@@ -230,7 +229,7 @@ class _Bar(TrainerCallback):
         logs = event["logs"]
         if "loss" not in logs or not state.is_world_process_zero:
             return
-        self._figures = Figures({k: v for k, v in logs.items() if k not in _NOT_DRAWN})
+        self._figures = Figures(logs)
         if self._passing is None:
             steps = range(state.global_step, state.max_steps + 1)
             items = (self._figures for _ in steps)
