@@ -226,7 +226,7 @@ def test_a_failed_run_continues_only_with_its_own_files(llama_folder, tmp_path, 
     sound = layer.read_bytes()
     layer.write_bytes(sound.replace(b'"analysis\\"', b'"analysts\\"'))
     assert layer.read_bytes() != sound
-    with pytest.raises(MoesaicError, match="it is not as it was written. Remove it"):
+    with pytest.raises(MoesaicError, match="its checksum differs from the recorded one. Remove it"):
         run_recipe(broken, resume=True)
     layer.write_bytes(sound)
     observed = []

@@ -234,7 +234,7 @@ class Progress(dict[tuple[str, int], tuple[LayerPlan, JSON]]):
                 notes = opened.metadata()
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}
             if _digest(notes["moesaic"]) != notes["digest"]:
-                raise ValueError("it is not as it was written")
+                raise ValueError("its checksum differs from the recorded one")
             record = parse_json(notes["moesaic"], str(file))
             check_fields(record, {"name": str, "layer": int, "analysis": dict})
             layer = load_plan(record["header"], tensors)

@@ -156,7 +156,8 @@ def check_run(recipe: Recipe, *, overwrite: bool = False) -> None:
     check_known("dtype", recipe.dtype, DTYPES)
     if Path(recipe.out).suffix == ".gguf":
         raise MoesaicError(
-            f"{recipe.out} would be a folder: name one, and then moesaic export makes a GGUF file."
+            f"A result is a folder, and {recipe.out} ends in .gguf: name a folder, and make the "
+            "file of it by moesaic export."
         )
     check_name(recipe.model)
     check_device(recipe.device)

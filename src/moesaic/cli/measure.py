@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(model: str, against: str | None, card: bool, as_json: bool, **options: Any) -> None:
-    """Judge any checkpoint beside its original: KL, perplexity, size, tasks, quantised files."""
+    """Measure KL, perplexity, size and tasks of any checkpoint beside its original."""
     for name in (model, against or model):
         check_name(name)
     chosen = given.read(Evaluation, options)  # before anything slow is imported

@@ -22,14 +22,14 @@ class FitConfig(Options):
     parameters: float | None = option(None, "The most parameters, such as 8e9.", minimum=1)
     active_parameters: float | None = option(
         None,
-        "The most parameters that a token uses where experts are used alike, embeddings and head "
-        "included.",
+        "The most parameters that a token uses if all experts are used equally, embeddings and "
+        "head included.",
         minimum=1,
     )
     max_loss: float | None = option(
         None,
-        "The most by which perplexity may rise, such as 0.05 for 5 %. Alone: the smallest result "
-        "within it.",
+        "The most by which perplexity may rise: 0.05 is 5 %. Without another budget: the smallest "
+        "result within it.",
         minimum=0,
     )
     native: bool = option(False, "Only results of the base's own architecture.")
@@ -41,7 +41,8 @@ class FitConfig(Options):
     )
     confirm: int = option(
         3,
-        "Candidates of least estimated KL that are made and measured; up to two may follow.",
+        "Candidates, those of least estimated KL, that are made and measured; up to two follow if "
+        "measured KL changes the estimates.",
         minimum=1,
     )
     prices: str = option(
@@ -52,7 +53,8 @@ class FitConfig(Options):
     )
     windows: int = option(
         32,
-        "Windows of calibration text that choose, apart from those that calibrate.",
+        "Windows of calibration text that candidates are compared on, apart from those that "
+        "calibrate.",
         minimum=LEAST,
     )
 

@@ -264,7 +264,7 @@ def outcome(record: Record) -> str:
     clauses, speeds = ([c.clause for c in of] for of in (size_and_quality, _speed(record)))
     if speeds and all(clause.endswith(UNCLEAR) for clause in speeds):
         speeds = [f"speed: {UNCLEAR}"]
-    unknown = "" if facts.scores(record) else "what it costs was not measured"
+    unknown = "" if facts.scores(record) else "quality was not measured"
     groups = (", ".join(filter(None, of)) for of in (clauses, speeds))
     sentence = "; ".join(filter(None, (*groups, unknown)))
     if file := part(record.measured, "gguf").get("file"):

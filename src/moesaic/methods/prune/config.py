@@ -278,7 +278,7 @@ class PruneConfig(MethodConfig):
     )
     progressive: bool = option(
         False,
-        "Each layer sees the tokens as the layers pruned before it pass them on.",
+        "Calibrate each layer on the outputs of the layers already pruned.",
         seldom=True,
     )
     allocate: Literal["uniform", "layers"] = option(
@@ -306,13 +306,18 @@ class PruneConfig(MethodConfig):
     )
     exhaustive_limit: int = option(
         20_000_000,
-        "All sets of experts are tried where sets times tokens are at most so many: 70 sets of 8 "
-        "experts on 285,000 tokens. Seconds a layer.",
+        "Try every set of experts where sets times tokens are at most this, otherwise search "
+        "greedily, with swaps. The default is 70 sets of 8 experts on 285,000 tokens: seconds a "
+        "layer.",
         minimum=0,
         seldom=True,
     )
     gram_mb: int = option(
-        256, "MiB for one layer's Gram matrices, of reconstruction.", minimum=1, seldom=True
+        256,
+        "MiB for one layer's inner products of experts' outputs, which score=reconstruction reads; "
+        "fewer tokens are sampled where they do not fit.",
+        minimum=1,
+        seldom=True,
     )
     seed: int = seed_option("Seed of random choice.", seldom=True)
 
