@@ -526,7 +526,9 @@ def test_time_left_is_told_from_the_second_item_on_however_long_it_takes():
     """rich's own column forgets what was done more than half a minute ago."""
     clock = [0.0]
     column, quiet = progress.Left(), Console(file=io.StringIO())
-    with progress.Progress(column, get_time=lambda: clock[0], console=quiet, auto_refresh=False) as bar:
+    with progress.Progress(
+        column, get_time=lambda: clock[0], console=quiet, auto_refresh=False
+    ) as bar:
         number = bar.add_task("Trying", total=3)
         (task,) = bar.tasks
         clock[0] = 100.0
