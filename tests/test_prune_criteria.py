@@ -12,7 +12,6 @@ from builders import drawn_ids, routed_sites, same, site_of, statistics, tiny_mo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic.arch.lookup import moe_arch
@@ -311,30 +310,6 @@ def test_allocation_is_the_best_of_all(curves, data):
 
     least = min(cost(c) for c in every(0) if sum(c.values()) == total)
     assert cost(found) == pytest.approx(least)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("moe_type", "groups"), [("gpt_oss", 1), ("deepseek_v3", 2), ("glm4_moe", 1), ("glm4_moe", 2)]
-)
-def test_padding_is_native_and_never_chosen(moe_type, groups, tokens, tmp_path):
-    """S3: with router groups, padding went to the end of all, so that experts changed group."""
-    keep = 5 if moe_type == "gpt_oss" or groups > 1 else 5.5
-    changes = {} if moe_type == "gpt_oss" else {"n_group": groups, "topk_group": 1}
-    model = tiny_moe(moe_type, **changes)
-    plain = PruneConfig(keep=keep, allocate="layers")
-    differs, padded = (
-        moesaic.prune(model, config, calibration=tokens)
-        for config in (plain, replace(plain, padding=True))
-    )
-    counts = {len(k) for k in kept(differs).values()}
-    assert len(counts) > 1
-    assert {len(k) for k in kept(padded).values()} == {max(counts)}
-    padded.save(tmp_path / "out")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert type(loaded) is type(model)
-    found, wanted = (m(tokens.input_ids).logits for m in (loaded, differs.model))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_too_little_memory_for_any_gram_matrix_is_refused(tokens):

@@ -164,7 +164,6 @@ def prune(
     score: str = 'reconstruction',
     progressive: bool = False,
     allocate: Literal['uniform', 'layers'] = 'uniform',
-    padding: bool = False,
     refit: bool | None = None,
     sum_batch_norms: bool = False,
     exhaustive_limit: int = 20000000,

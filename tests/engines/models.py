@@ -80,7 +80,7 @@ PRUNED, SLIMMED = PruneConfig(keep=6), SlimConfig(keep=0.5)
 VERBS: dict[str, MethodConfig] = {
     "prune": PRUNED,
     "prune --no-refit": PruneConfig(keep=6, refit=False),
-    "prune --padding": PruneConfig(keep=6, allocate="layers", padding=True),
+    "prune --allocate layers": PruneConfig(keep=6, allocate="layers"),
     "slim": SLIMMED,
     "slim --no-refit": SlimConfig(keep=0.5, refit=False),
     "condense": CondenseConfig(keep="shared+routed", shared_gate="mean", candidates=(1,)),
@@ -119,7 +119,13 @@ CASES = [(model, verb) for model in sorted(MODELS) for verb in verbs_of(model)]
 PLAIN = ("mixtral", "olmoe", "granitemoe", "granitemoeshared")
 """Mixtures all of whose layers route, and whose routers have no bias."""
 REFUSED = {
-    "prune --padding": (*PLAIN, "qwen2_moe", "qwen3_moe", "qwen3_next in bfloat16", "gemma4_text"),
+    "prune --allocate layers": (
+        *PLAIN,
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_next in bfloat16",
+        "gemma4_text",
+    ),
     "condense": (*PLAIN, "gpt_oss", "gemma4_text"),
     "condense --keep attention": (*PLAIN, "gpt_oss", "gemma4_text"),
     "condense --keep nothing": ("gemma4_text",),

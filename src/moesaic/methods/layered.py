@@ -210,18 +210,9 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """Return a size as part of a file's name."""
         return str(size)
 
-    def finish(self, job: Job[A], layers: Mapping[int, LayerPlan]) -> Mapping[int, LayerPlan]:
-        """Adjust the layers of a plan once all are known."""
-        return layers
-
     def summary(self, job: Job[A], losses: Mapping[int, Mapping[S, float]]) -> JSON:
         """Return observations about the whole model, as plain JSON."""
         return {}
-
-    @property
-    def final(self) -> bool:
-        """True if the plan holds each decision as it was made: ``finish`` does not change it."""
-        return True
 
     # --- the run ---------------------------------------------------------------------------------
 
@@ -258,7 +249,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             }
             losses[name] = _losses(decided)
             chosen = {i: decided[i][size] for i, size in method.allocate(losses[name]).items()}
-            layers = method.finish(job, {i: layer for i, (layer, _) in chosen.items()})
+            layers = {i: layer for i, (layer, _) in chosen.items()}
             plans[name] = Plan(config.name, job.base, layers, asdict(method.config), text)
             analyses[name] = {i: analysis for i, (_, analysis) in chosen.items()}
         if refit:
@@ -309,7 +300,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
                 for size, decision in method.decide(case, options).items():
                     results[method._key(name, size)] = decision
                     # nothing changes it later, and its tokens are in memory
-                    once = len(options) == 1 and method.final and not follow
+                    once = len(options) == 1 and not follow
                     if refit and once and observation.shows_tokens:
                         assert site is not None
                         results[_refit_name(name)] = decision[0].refit(site)
@@ -345,7 +336,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             for n, (i, of_layer) in enumerate(_losses(decided).items())
         }
         chosen = self.allocate(losses)
-        layers = self.finish(job, {i: decided[i][size][0] for i, size in chosen.items()})
+        layers = {i: decided[i][size][0] for i, size in chosen.items()}
         views, tokens = [job.arch.view(job.layers[i]) for i in sizes], job.planned_tokens
         held = (self.statistics_bytes(view, tokens) for view in views)
         return Outline(

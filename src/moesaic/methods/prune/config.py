@@ -287,12 +287,6 @@ class PruneConfig(MethodConfig):
         "result is then of the class moesaic_<base>.",
         beyond="counts that differ by layer",
     )
-    padding: bool = option(
-        False,
-        "Fill unequal counts up with experts that are never chosen, so that the result is of the "
-        "architecture's own class.",
-        seldom=True,
-    )
     refit: bool | None = option(
         None,
         "Solve for new down projections of the kept experts, nearest to the original's output. "
@@ -374,8 +368,6 @@ class PruneConfig(MethodConfig):
             raise MoesaicError(
                 f"keep {self.keep:g} is not a whole number; a mean needs allocate=layers."
             )
-        if self.padding and self.uniform:
-            raise MoesaicError("padding fills unequal counts up: it needs allocate=layers.")
         if not self.uniform and not criterion.observes:
             raise MoesaicError(
                 f"{by} gives no loss by which layers could be compared; allocate=layers needs "

@@ -22,7 +22,6 @@ Deviations from the paper or its code, and options that restore theirs:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,7 +35,6 @@ from moesaic.methods.layered import Decided, LayerCase, LayerMethod
 from moesaic.methods.prune import subsets
 from moesaic.methods.prune.config import PruneConfig, ScoredLayer
 from moesaic.observation.job import Job
-from moesaic.plans.base import LayerPlan
 from moesaic.plans.cut import CutLayer
 from moesaic.record import Figure, LayerRecord
 from moesaic.types import JSON, Config
@@ -76,12 +74,6 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
             )
         arch, model_config = job.arch, job.skeleton.config
         groups = arch.group_count(model_config)
-        if config.padding and arch.never is None:
-            raise MoesaicError(
-                "padding needs a router with a bias that can keep an expert from being chosen; "
-                f"{arch.model_type} has none. Without padding the result is moesaic_"
-                f"{arch.model_type}."
-            )
         sizes: dict[int, list[int]] = {}
         for i in arch.moe_layers(job.skeleton):
             view = arch.mixture(job.layers[i])
@@ -204,19 +196,6 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
             return super().allocate(losses)
         counts = (max(of_layer) for of_layer in losses.values())  # all of them may be kept
         return subsets.allocate(losses, sum(map(self.config.experts_of, counts)))
-
-    def finish(self, job: Job[MoEArch], layers: Mapping[int, LayerPlan]) -> Mapping[int, LayerPlan]:
-        """Pad all layers to the same number of experts if ``padding`` is on."""
-        if not self.config.padding:
-            return layers
-        pruned = cast("Mapping[int, CutLayer]", layers)
-        most = max(len(layer.kept) for layer in pruned.values())
-        groups = job.arch.group_count(job.skeleton.config)
-        return {i: layer.padded(most, groups) for i, layer in pruned.items()}
-
-    @property
-    def final(self) -> bool:
-        return not self.config.padding
 
     # --- words -----------------------------------------------------------------------------------
 
