@@ -34,6 +34,7 @@ from moesaic.exports.allocation import (
     least_of_all,
     mixed_terms,
     of_all_experts,
+    prices_in,
 )
 from moesaic.exports.quantiser import FileTensor
 from moesaic.families import Family, Shape
@@ -358,6 +359,46 @@ def test_types_that_only_a_results_rows_allow_cost_what_their_bits_do(
     types, kl_S = looking._types(())
     assert types == {"gate-up 0": NARROW}
     assert kl_S == pytest.approx(0.1 * 4**more)
+
+
+def test_groups_cost_what_the_types_of_their_tensors_do():
+    """q4_0 of rows that it does not divide is f16; wider or narrower ones have q4_0."""
+
+    def layout(width):
+        tensors = {"blk.0.ffn_down.weight": FileTensor("q8_0", (width, 64))}
+        return Layout(tensors, header=0, layers=1)
+
+    table = {"q4_0": {"down 0": price(0.1)}, "f16": {"down 0": price(0.001)}}
+    table = {type: of | {"attn 0": price(0.0)} for type, of in table.items()}
+    del table["f16"]["attn 0"]
+    attention = {"blk.0.attn_q.weight": FileTensor("q8_0", (64, 64))}
+    layouts = {
+        width: replace(layout(width), tensors=layout(width).tensors | attention)
+        for width in (64, 80, 96)
+    }
+    for width, type in ((80, "f16"), (64, "q4_0"), (96, "q4_0")):
+        found = prices_in(table, layouts[80], layouts[width])
+        assert [*found] == ["q4_0"]
+        assert found["q4_0"]["down 0"] is table[type]["down 0"]
+        assert found["q4_0"]["attn 0"] is table["q4_0"]["attn 0"]
+
+
+def test_experts_may_be_widened_to_whole_blocks(looking, plain):
+    """tiny-moe's of 96 neurons are whole blocks of 32; 256 would be too many."""
+    config = FitConfig(memory=9, types=(WIDE, NARROW))
+    assert not any("widen" in form.name for form in forms(resolve("tiny-moe"), config))
+    families = SlimConfig.families(Shape(2, 80, 32, experts=8, top_k=2, blocks=(32, 256)))
+    (widen,) = (family for family in families if "widen" in family.name)
+    (wider,) = widen.configs
+    assert steps_as_json((widen.careful(wider),)) == [
+        {"slim": {"method": "neurons", "keep": 1, "multiple": 32, "refit": False}}
+    ]
+    form, config = Form(widen), FitConfig(memory=9, types=(WIDE, NARROW))
+    looking = looking(config, form)
+    looking.sizes = SimpleNamespace(of=lambda _: SimpleNamespace(native=True))
+    assert [*looking._places(form, config, ending(config))] == [0]
+    candidate = Candidate(form.name, form.steps(0), looking.original.size)
+    assert candidate.kind == "widen"
 
 
 def keeping(*counts):

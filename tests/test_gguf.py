@@ -748,6 +748,31 @@ def test_weights_are_as_they_were_after_their_price(held, computed, converted, m
     assert prices["down 1"].kl == pytest.approx(count / 2 * (a + b).kl)
 
 
+def test_filled_rows_have_the_values_of_a_wider_models_file(tmp_path, tokenizer):
+    """Rows of 48 get 16 bits of q8_0, whose blocks of 32 fill rows of 64."""
+    needs_llamacpp(converter=True)
+    small_model("mixtral", intermediate_size=48).save_pretrained(tmp_path / "base")
+    base = tmp_path / "base"
+    tokenizer.save_pretrained(base)
+    wider = moesaic.slim(str(base), keep=1, multiple=64).save(tmp_path / "out")
+    files = Files(resolve(str(base)), pages("calibration"), tmp_path, samples=2)
+    narrow, wide = resolve(str(base)), resolve(str(wider))
+    quantised = files.original.quantised
+    of_wider = files.quantised(Path(wider), Skeleton(wide.config, None))
+    assert quantised.layout.types_in("down 1", "q8_0") == {"blk.1.ffn_down_exps.weight": "f16"}
+    filled = quantised.layout.types_in("down 1", "q8_0", filled=True)
+    assert filled == of_wider.layout.types_in("down 1", "q8_0")
+    layer, other = (source.load().float().model.layers[1] for source in (narrow, wide))
+    before = layer.mlp.experts.down_proj.clone()
+    with quantised.quantising(filled, layer, 1), of_wider.quantising(filled, other, 1):
+        down, wider_down = layer.mlp.experts.down_proj, other.mlp.experts.down_proj
+    assert wider_down[..., :48].equal(down)
+    assert not wider_down[..., 48:].any()
+    assert 0 < (down - before).abs().max() < 0.01 * before.abs().max()
+    alone, both = (len(quantised.changes(["q8_0"], filled=filled)) for filled in (False, True))
+    assert both == alone + quantised.layout.layers
+
+
 SMALLER = {"prune": PruneConfig(keep=0.5, score="random", refit=False)}
 SMALLER |= {"slim": SlimConfig(keep=0.5, score="magnitude", refit=False)}
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 C = TypeVar("C")
+WIDER = 1.5
+"""Largest ratio of widths by which experts are filled up to whole blocks."""
 FINEST = 128
 """Number of different shares that are tried where nothing else limits them."""
 
@@ -42,6 +44,18 @@ class Shape:
     """Layers that route and cannot be dropped, since others read their caches."""
     native: bool = False
     """True if results must be of the base's own architecture."""
+    blocks: tuple[int, ...] = ()
+    """Lengths of the blocks in which a file quantises rows; empty if no file is made."""
+
+    @property
+    def wider(self) -> tuple[int, ...]:
+        """Block lengths that a little more width makes divide it, the least width first.
+
+        >>> Shape(1, 1408, 32, blocks=(32, 256)).wider, Shape(1, 80, 32, blocks=(32, 256)).wider
+        ((256,), (32,))
+        """
+        wider = {block: -(-self.width // block) * block for block in sorted(self.blocks)}
+        return tuple(b for b, width in wider.items() if self.width < width <= WIDER * self.width)
 
     @property
     def widths(self) -> tuple[float, ...]:
@@ -70,6 +84,8 @@ class Family(Generic[C]):
     """Number of configs whose KL is estimated; that of those between is interpolated."""
     fills: bool = False
     """True if the method may follow another one; of several such families only the last does."""
+    removes: bool = True
+    """True if all configs but the last, which keeps everything, remove weights."""
     reads_less: bool = False
     """True if all weights are kept and a token uses fewer of them."""
 

@@ -344,6 +344,18 @@ def test_slim_by_every_allocation(options, seen):
         seen.check(result.plan.layers, result.model)
 
 
+def test_experts_filled_up_with_zeros_compute_the_same(seen, tmp_path):
+    """The original's own class, wider, live and saved."""
+    width = max(seen.view(i).width for i in seen.layers)
+    result = seen.refused("slim", SlimConfig(keep=1, multiple=width + width // 2), set())
+    wanted, found = logits(seen.model, TEXT), logits(result.model, TEXT)
+    assert (found - wanted).norm() < 1e-5 * wanted.norm()
+    again = loaded(result.save(tmp_path / "out"))
+    assert again.config.model_type == seen.model_type
+    assert all(seen.view(i, again).width == width + width // 2 for i in seen.layers)
+    assert torch.equal(logits(again, TEXT), found)
+
+
 @pytest.mark.usefixtures("short_text")
 def test_a_refit_never_raises_the_error_of_slimming(seen):
     plain = seen.refused("slim", SlimConfig(keep=0.5, refit=False), set())

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +39,8 @@ GAP = 1e-4
 """Relative gap to the least possible KL at which a solver stops."""
 ALIKE = 0.01
 """Largest p with which errors of experts are taken to have something in common."""
+OF_A_BIT = 2.0
+"""Factor by which errors of quantising grow with one bit less a weight: 6 dB, their KL fourfold."""
 SOLUTIONS = 10
 """Most linear programs that are solved for one choice."""
 OUTSIDE = EMBEDDINGS, HEAD = "embeddings", "head"
@@ -49,6 +51,8 @@ TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
 Types = Mapping[str, str]
 """Types of tensors by group, or those of a file's tensors by name."""
 Numbers: TypeAlias = "npt.NDArray[np.float64]"
+PriceTable: TypeAlias = "Mapping[str, Mapping[str, Price]]"
+"""Prices by type of tensors, then by group."""
 Sampled: TypeAlias = "tuple[Price, Price, tuple[int, int], int]"
 """Prices of quantising two halves of some experts, how many each half has, and a layer has."""
 
@@ -89,6 +93,14 @@ class Layout:
         quantised = (name for name, tensor in self.tensors.items() if tensor.type != WHOLE)
         return {name: _group_of(name, self.layers) for name in quantised}
 
+    @cached_property
+    def _tensors_of(self) -> dict[str, dict[str, quantiser.FileTensor]]:
+        """Tensors of each group, by name."""
+        tensors = defaultdict[str, dict[str, quantiser.FileTensor]](dict)
+        for name, group in self.group_of.items():
+            tensors[group][name] = self.tensors[name]
+        return tensors
+
     def bytes(self, names: Sequence[str], types: Sequence[str]) -> tuple[int, Numbers]:
         """Return bytes that no choice changes, and bytes of each group in each type (G, C).
 
@@ -107,17 +119,29 @@ class Layout:
                 bytes_GC[names.index(groups[name]), c] += quantised.bytes
         return fixed, bytes_GC
 
-    def bits(self, names: Sequence[str], types: Sequence[str]) -> Numbers:
-        """Return the bits a weight of each group in each type (G, C), padding included.
+    def types_in(self, group: str, type: str, filled: bool = False) -> dict[str, str]:
+        """Return the types of a group's tensors by name, where the group is to have a type.
 
-        Rows that blocks of a type do not divide have another type, of more bits.
+        Rows that blocks of the type do not divide have another one, of more bits.
+
+        Args:
+            group: name of the group.
+            type: of tensors.
+            filled: True if rows of down projections, whose length is the width of the FFN, are
+                filled up to whole blocks with zeros.
         """
-        numel = Counter[str]()
-        for tensor, group in self.group_of.items():
-            numel[group] += self.tensors[tensor].numel
-        numel_G1 = np.array([[numel[name]] for name in names])
-        bits_GC: Numbers = 8 * self.bytes(names, types)[1] / numel_G1
-        return bits_GC
+        tensors = self._tensors_of[group]
+        if filled and group.startswith("down"):
+            tensors = {name: tensor.filled(type) for name, tensor in tensors.items()}
+        weighed = group not in OUTSIDE
+        return {name: tensor.as_type(type, weighed).type for name, tensor in tensors.items()}
+
+    def bits(self, types: Types) -> float:
+        """Return the bits a weight of some tensors in types, which are given by name."""
+        numel = {name: self.tensors[name].numel for name in types}
+        return sum(n * quantiser.bits(types[name]) for name, n in numel.items()) / sum(
+            numel.values()
+        )
 
     def size(self, types: Mapping[str, str]) -> int:
         """Return the bytes of a file with types by groups."""
@@ -182,6 +206,34 @@ class Price:
         return float(self.kl_S.mean())
 
 
+def prices_in(prices: PriceTable, of: Layout, layout: Layout) -> dict[str, dict[str, Price]]:
+    """Return the prices of types for the file of a result, by type and group.
+
+    Blocks of some types divide the rows of a result and not the original's, or the reverse. If the
+    types that a group's tensors then have were not priced, errors are taken to grow by
+    :data:`OF_A_BIT`.
+
+    Args:
+        prices: of quantising each group of the original, with rows filled up to whole blocks, by
+            type and group; those that not all groups have are of substitutes of types.
+        of: layout of the original's file.
+        layout: of the result's.
+    """
+
+    def price(group: str, type: str) -> Price:
+        wanted = layout.types_in(group, type)
+        for other in (type, *prices):
+            priced = of.types_in(group, other, filled=True)
+            if group in prices[other] and priced == wanted:
+                return prices[other][group]
+        priced = of.types_in(group, type, filled=True)
+        return prices[type][group] * OF_A_BIT ** (layout.bits(priced) - layout.bits(wanted))
+
+    groups = max(prices.values(), key=len, default={})
+    whole = [type for type, of_type in prices.items() if len(of_type) == len(groups)]
+    return {type: {group: price(group, type) for group in groups} for type in whole}
+
+
 def of_all_experts(sampled: Sequence[Sampled]) -> list[Price]:
     """Return prices of quantising all E experts, by those of two halves of n of them.
 
@@ -212,9 +264,7 @@ def of_all_experts(sampled: Sequence[Sampled]) -> list[Price]:
     return prices
 
 
-def choice(
-    prices: Mapping[str, Mapping[str, Price]], layout: Layout, budget: int
-) -> dict[str, str]:
+def choice(prices: PriceTable, layout: Layout, budget: int) -> dict[str, str]:
     """Return the type of each group for the file with the least KL within a budget.
 
     Args:

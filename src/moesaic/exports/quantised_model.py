@@ -21,6 +21,7 @@ from functools import cached_property, partial
 from itertools import product
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
@@ -404,11 +405,14 @@ class QuantisedModel:
         if stacked and each is not None:  # heads of one matrix have one row of weights
             each = each[chosen] if len(each) > 1 else each.expand(len(matrix), -1)
         order_I = _columns(name, self.source.config)
+        row = matrix.shape[-1]
+        filling = 0, -row % quantiser.block_of(type)  # zeros at the end of each row
+        each = None if each is None else F.pad(each, filling)
         for part, start in zip(matrix.split(some), range(0, len(matrix), some), strict=True):
             mean_EI = each[start : start + some] if stacked and each is not None else each
             rows = part.cpu() if order_I is None else part.cpu()[:, order_I]
-            held = quantiser.held_rows(rows, type, mean_EI, kept)
-            values = quantiser.values_of(held, type).view(part.shape)
+            held = quantiser.held_rows(F.pad(rows, filling), type, mean_EI, kept)
+            values = quantiser.values_of(held, type)[:, :row].view(part.shape)
             part.copy_(values if order_I is None else values[:, order_I.argsort()])
 
     def _halves(self, group: str) -> Sequence[slice]:
@@ -438,31 +442,43 @@ class QuantisedModel:
 
     # --- estimates -------------------------------------------------------------------------------
 
-    def changes(self, types: Sequence[str]) -> list[Change]:
+    def _priced(self, types: Sequence[str], filled: bool) -> Iterator[tuple[str, str]]:
+        """Yield groups of tensors and the types that each is priced in.
+
+        If rows are filled up, these include the types that tensors have without.
+        """
+        for group in self.groups:
+            own = [t for type in types for t in self.layout.types_in(group, type).values()]
+            differ = filled and any(
+                self.layout.types_in(group, type, filled) != self.layout.types_in(group, type)
+                for type in types
+            )
+            yield from product([group], dict.fromkeys([*types, *own] if differ else types))
+
+    def changes(self, types: Sequence[str], filled: bool = False) -> list[Change]:
         """Return changes that quantise one group of tensors to one type each, group by group.
 
         Of groups of many experts there are two, each of half of the experts that are sampled.
 
         Args:
             types: of tensors.
+            filled: True to fill up rows of down projections to whole blocks with zeros.
         """
         _ = self.groups, self.weights  # before a head or a layer is in memory beside them
         every = dict[tuple[object, ...], Change]()  # where rows are short, types are one
         changes = []
-        for group in self.groups:
-            tensors = [self.layout.tensors[name] for name in self._tensors(group)]
-            halves = range(len(self._halves(group)))
-            for type, half in product(types, halves):
-                of_tensors = tuple(t.as_type(type, group not in OUTSIDE).type for t in tensors)
-                change = self._change(group, type, half)
-                changes.append(every.setdefault((group, half, of_tensors), change))
+        for group, type in self._priced(types, filled):
+            of_tensors = self.layout.types_in(group, type, filled)
+            for half in range(len(self._halves(group))):
+                change = self._change(group, of_tensors, half)
+                changes.append(every.setdefault((half, *of_tensors.items()), change))
         return changes
 
-    def _change(self, group: str, type: str, half: int) -> Change:
-        """Return the change that quantises a group, or half of its sampled experts, to one type."""
+    def _change(self, group: str, types: Types, half: int) -> Change:
+        """Return the change that quantises a group's tensors, or half of its sampled experts."""
 
         def at(place: int) -> StandIn:
-            return lambda part: self.quantising({group: type}, part, place, half)
+            return lambda part: self.quantising(types, part, place, half)
 
         places = {self.groups[group]}
         if group == EMBEDDINGS and HEAD not in self.groups:
@@ -473,27 +489,29 @@ class QuantisedModel:
         """Return the names of a group's tensors."""
         return [name for name, other in self.layout.group_of.items() if other == group]
 
-    def prices(self, types: Sequence[str], found: Iterable[Price]) -> dict[str, dict[str, Price]]:
+    def prices(
+        self, types: Sequence[str], found: Iterable[Price], filled: bool = False
+    ) -> dict[str, dict[str, Price]]:
         """Return prices by type and group.
 
         Args:
             types: of tensors.
-            found: prices of :meth:`changes` of these types.
+            found: prices of :meth:`changes`.
+            filled: as for these.
         """
-        each, prices = iter(found), {type: dict[str, Price]() for type in types}
+        each, prices = iter(found), defaultdict[str, dict[str, Price]](dict)
         sampled = defaultdict[tuple[str, str], dict[str, Sampled]](dict)  # by part and type
-        for group in self.groups:
+        for group, type in self._priced(types, filled):
+            prices[type][group] = next(each)
             halves = self._halves(group)
-            for type in types:
-                prices[type][group] = next(each)
-                if len(halves) > 1:
-                    experts = self._experts(group)[-1]
-                    m, n = (len(range(experts)[half]) for half in halves)
-                    both = prices[type][group], next(each), (m, n), experts
-                    sampled[group.split()[0], type][group] = both
+            if len(halves) > 1:
+                experts = self._experts(group)[-1]
+                m, n = (len(range(experts)[half]) for half in halves)
+                both = prices[type][group], next(each), (m, n), experts
+                sampled[group.split()[0], type][group] = both
         for (_, type), of_part in sampled.items():
             prices[type] |= zip(of_part, of_all_experts([*of_part.values()]), strict=True)
-        return prices
+        return dict(prices)
 
     @torch.no_grad()
     def best(self, among: Sequence[str], budget: int) -> Types:

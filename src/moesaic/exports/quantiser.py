@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from io import BufferedReader
 from itertools import product
 from pathlib import Path
@@ -77,6 +77,11 @@ class FileTensor:
         """Bytes in the file, including padding up to the next tensor."""
         block, size = _block(self.type)
         return -(-(self.numel // block * size) // ALIGNED) * ALIGNED
+
+    def filled(self, type: str) -> FileTensor:
+        """Return the tensor with its rows filled up to whole blocks of a type."""
+        row, block = self.shape[0], block_of(type)
+        return replace(self, shape=(-(-row // block) * block, *self.shape[1:]))
 
     def as_type(self, type: str, weighed: bool) -> FileTensor:
         """Return the tensor after a file is quantised to a type.
@@ -220,6 +225,12 @@ def bits(type: str) -> float:
     return 8 * size / block
 
 
+def block_of(type: str) -> int:
+    """Return the number of weights of a block of a type of tensors."""
+    return _block(type)[0]
+
+
+@cache
 def _block(type: str) -> tuple[int, int]:
     """Return the number of weights of a block, and its bytes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType

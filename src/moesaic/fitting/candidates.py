@@ -17,8 +17,8 @@ import torch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs, MethodConfig
-from moesaic.exports.allocation import Numbers
-from moesaic.exports.quantiser import WHOLE
+from moesaic.exports.allocation import Numbers, tensor_types
+from moesaic.exports.quantiser import WHOLE, block_of
 from moesaic.families import Family, Shape
 from moesaic.fitting.config import FitConfig
 from moesaic.io.source import Source
@@ -120,10 +120,13 @@ def _shape(source: Source, config: FitConfig) -> Shape:
     arch, model = base_arch(source.config), Skeleton(source.config, None).model
     itemsize = next(model.parameters()).element_size()
     multiple = BLOCK if config.types else 16 // itemsize  # rows of 16 bytes are what kernels like
-    layers = arch.layers(model)
+    layers, types = arch.layers(model), tensor_types(config.types) if config.types else ()
+    blocks = {block_of(type) for type in types} - {1}
+    wider = tuple(blocks | {BLOCK} if blocks else ())  # types of longer ones have a substitute
     if not isinstance(arch, MoEArch):
         widths = [arch.width_of(layer) for layer in layers]
-        return Shape(len(layers), min(widths), multiple, native=config.native_only)
+        sizes = len(layers), min(widths), multiple
+        return Shape(*sizes, native=config.native_only, blocks=wider)
     routed = arch.moe_layers(model)
     view = arch.mixture(layers[routed[0]])
     return Shape(
@@ -136,6 +139,7 @@ def _shape(source: Source, config: FitConfig) -> Shape:
         top_k=0 if arch.chosen is None else view.top_k,
         shared=bool(view.shared_width),
         uneven=not view.odd and not config.native_only,
+        blocks=wider,
         # llama.cpp wants experts in every layer
         replaceable=arch.entry is None and not config.types,
         leaders=len(cache_leaders(source.config) & {*routed}),
@@ -168,6 +172,8 @@ significantly worse."""
 QUANTISE = "quantise"
 KINDS = {"slim": "narrow", "prune": "drop", "condense": "drop", "skip": "route less"}
 """Words for the kinds of changes, by verb."""
+WIDEN = "widen"
+"""Word for filling experts up with zeros."""
 NONE = np.zeros(1)
 """KL of no change, by sample."""
 Levels = dict[str, float]
@@ -219,7 +225,10 @@ class Candidate:
     @property
     def kind(self) -> str:
         """Words for what the steps do: ``narrow``, ``drop and quantise``."""
-        words = [KINDS.get(step.verb, step.verb) for step in self.conversions]
+        words = [
+            WIDEN if getattr(step, "pads", False) else KINDS.get(step.verb, step.verb)
+            for step in self.conversions
+        ]
         return " and ".join(words) or QUANTISE
 
     @property

@@ -49,7 +49,7 @@ class Prices:
     steps: dict[str, Price] = field(default_factory=dict)
     """Prices by config as JSON."""
     types: dict[str, dict[str, Price]] = field(default_factory=dict)
-    """Prices by type of tensors, then by group."""
+    """Prices by type of tensors, then by group; substitutes of types have some of the groups."""
 
     @classmethod
     def load(cls, file: Path, request: JSON) -> Prices:
@@ -72,7 +72,9 @@ class Prices:
             priced = [p for p in [*steps.values(), *of_types] if p is not IMPOSSIBLE]
             if len({price.v_KN.shape for price in priced}) > 1:
                 raise ValueError("its prices are of different numbers of windows")
-            if IMPOSSIBLE in of_types or len({frozenset(of) for of in types.values()}) > 1:
+            every = {group for of in types.values() for group in of}
+            whole = [of for of in types.values() if of.keys() == every]
+            if IMPOSSIBLE in of_types or (types and not whole):
                 raise ValueError("a group of tensors has no price")
         if other:
             raise MoesaicError(
@@ -127,7 +129,7 @@ class Prices:
             folder: keeps what is found of each layer until all is; another call with the same
                 request continues from there.
         """
-        changes = quantised.changes(types) if quantised is not None and types else []
+        changes = quantised.changes(types, filled=True) if quantised is not None and types else []
         stream = job.stream((), lambda layer: layer, tokens_per_batch=PRICED_AT_ONCE)
         draws = draws_for(stream.model)
         if folder is not None:
@@ -137,7 +139,9 @@ class Prices:
         found = estimates(stream, [*changes, *plans.values()], draws, track=track, folder=folder)
         prices = map(Price, found.per_token.numpy(), found.head_C.tolist())
         if changes and quantised is not None:
-            self.types |= quantised.prices(types, islice(prices, len(changes)))
+            of_types = quantised.prices(types, islice(prices, len(changes)), filled=True)
+            for type, of_type in of_types.items():
+                self.types[type] = self.types.get(type, {}) | of_type
         self.steps |= zip(map(key_of, plans), prices, strict=True)
 
 

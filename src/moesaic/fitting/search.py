@@ -20,7 +20,16 @@ from moesaic import __version__
 from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
-from moesaic.exports.allocation import Numbers, Price, Types, choice, tensor_types
+from moesaic.exports.allocation import (
+    Layout,
+    Numbers,
+    Price,
+    PriceTable,
+    Types,
+    choice,
+    prices_in,
+    tensor_types,
+)
 from moesaic.fitting.candidates import (
     NONE,
     QUANTISE,
@@ -51,8 +60,6 @@ SHARES = tuple(n / 40 for n in range(12, 38))
 """Shares of the original's bytes that are tried if only a loss is given."""
 ACTIVE = "active_parameters"
 BEST, FILES, FOUND, PRICES = "best.yaml", "files", "found", "prices"
-OF_A_BIT = 2.0
-"""Factor by which errors of quantising grow with one bit less a weight: 6 dB, their KL fourfold."""
 ROUNDS = 2
 """Most candidates that are measured after the first ones, since these change the estimates of
 others."""
@@ -295,9 +302,10 @@ class Search:
         """Price table, read from its file and completed; made if there is none."""
         file, prices = self._table
         lacking = [c for c in priced_configs(self.forms) if key_of(c) not in prices.steps]
-        types = [type for type in self._tensor_types if type not in prices.types]
         quantised = self.files.original.quantised if self.files and self._tensor_types else None
-        if quantised and any(of.keys() != quantised.groups.keys() for of in prices.types.values()):
+        groups = quantised.groups.keys() if quantised else {*()}
+        types = [t for t in self._tensor_types if prices.types.get(t, {}).keys() != groups]
+        if any(quantised and not of.keys() <= groups for of in prices.types.values()):
             raise MoesaicError(
                 f"{file} has prices of other tensors. Remove it, and the table is made anew."
             )
@@ -352,7 +360,8 @@ class Search:
             size = self.sizes.of((whole,))
             if size is not None and config.allows(size):
                 # no prices if it is the only type
-                alike = self.prices.types.get(tensor_types([type])[0], {})
+                prices = self._prices_in(self.files.original.layout)
+                alike = prices.get(tensor_types([type])[0], {})
                 types_S = Price.together(alike.values()).kl_S if alike else NONE
                 plain.append(Candidate(whole.called, (whole,), size, types_S=types_S))
         if plain:
@@ -366,17 +375,16 @@ class Search:
         """Return the types by groups for a result within the budget, and their KL by sample."""
         assert self.files is not None
         assert self.config.memory is not None
-        layout, names = self.files.layout(self.sizes.skeleton(steps)), self._tensor_types
-        groups = (*self.prices.types[names[0]],)
-        # blocks of some types divide the rows of a result and not the original's, or the reverse
-        fewer_GC = self.files.original.layout.bits(groups, names) - layout.bits(groups, names)
-        growth_GC = OF_A_BIT**fewer_GC
-        prices = {
-            type: {g: self.prices.types[type][g] * growth_GC[n, c] for n, g in enumerate(groups)}
-            for c, type in enumerate(names)
-        }
+        layout = self.files.layout(self.sizes.skeleton(steps))
+        prices = self._prices_in(layout)
         types = choice(prices, layout, self.config.memory)
         return types, Price.together(prices[type][group] for group, type in types.items()).kl_S
+
+    def _prices_in(self, layout: Layout) -> PriceTable:
+        """Return the prices of the requested types for the file of a result."""
+        assert self.files is not None
+        of_all = prices_in(self.prices.types, self.files.original.layout, layout)
+        return {type: of_all[type] for type in self._tensor_types}
 
     def _check_inputs(self) -> None:
         """Refuse unusable text and price tables, before anything is computed.
@@ -415,7 +423,8 @@ class Search:
             return size is not None and config.allows(size)
 
         if file is not None and file.memory is not None:
-            return [n for n in range(form.count - 1) if self._possible(form, n)]
+            count = form.count - form.family.removes
+            return [n for n in range(count) if self._possible(form, n)]
         first = self._first(form)
         if first is None:
             try:

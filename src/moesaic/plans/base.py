@@ -132,7 +132,12 @@ PADDING = -1
 
 
 def check_numbers(
-    what: str, numbers: Tensor | None, count: int | None, padding: bool = False, lists: int = 1
+    what: str,
+    numbers: Tensor | None,
+    count: int | None,
+    padding: bool = False,
+    lists: int = 1,
+    places: int | None = None,
 ) -> None:
     """Refuse lists of experts, neurons or rows that a layer does not have.
 
@@ -142,6 +147,7 @@ def check_numbers(
         count: how many the layer has; None if that is checked later.
         padding: True if PADDING is allowed among them.
         lists: most lists.
+        places: longest list; by default ``count``.
 
     Raises:
         ValueError: names the indices and the limit.
@@ -155,10 +161,10 @@ def check_numbers(
     if low < (PADDING if padding else 0) or (count is not None and high >= count):
         limit = "" if count is None else f", and there are {count}"
         raise ValueError(f"{what} are numbered {low} to {high}{limit}")
-    places = rows.unique().numel() if count is None else count
+    places = places or (rows.unique().numel() if count is None else count)
     if len(rows) > lists or rows.shape[1] > places:
         shape = " x ".join(map(str, rows.shape))
-        raise ValueError(f"there are {places} {what}, and places for {shape}")
+        raise ValueError(f"there are places for {places} {what}, and not for {shape}")
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ from moesaic.plans.recovery import Ridge, joint_bytes, refitted_down, refitted_d
 from moesaic.types import JSON
 
 DOWN, GATE_UP = "down_proj", "gate_up_proj"
+WIDENED = 2
+"""Factor by which zeros may widen an expert, at most."""
 ROWS = 1 << 14
 """Rows of a table processed at a time."""
 
@@ -190,8 +192,8 @@ class CutLayer(LayerPlan):
                 raise ValueError(
                     f"experts had {quote(self.before, 20)} neurons, and have {sizes.width}"
                 )
-            lists = len(self.neurons_EW)
-            check_numbers("neurons", self.neurons_EW, sizes.width, not self.dense, lists)
+            lists, most = len(self.neurons_EW), WIDENED * sizes.width
+            check_numbers("neurons", self.neurons_EW, sizes.width, True, lists, most)
         if not sizes.experts and (self.shared_S, self.top_k, self.beta) != (None, None, None):
             raise ValueError("it has no router and no shared path")
         check_numbers("shared neurons", self.shared_S, sizes.most, padding=True)
@@ -397,7 +399,9 @@ class CutLayer(LayerPlan):
             width = round(sum(widths) / len(widths))
             parts.append(f"{width:,} of {self.before:,} neurons{of} kept")
             shape |= {"neurons": width, "of": self.before}
-            if self.dense:
+            if width > self.before:
+                parts[0] = f"{self.before:,} neurons{of} filled up with zeros to {width:,}"
+            elif self.dense:
                 parts[0] += ", the same for every token"
             if self.uneven:
                 parts[0] += f" in the mean, {min(widths):,} to {max(widths):,}"

@@ -171,7 +171,7 @@ class SlimConfig(MethodConfig):
     experts: str = option(
         "all",
         "Routed experts to keep, each as wide as the budget then allows: all, a number, or auto "
-        "for the number of least error on the calibration tokens.",
+        "for the number with the least output error on the calibration tokens.",
         metavar="all|N|auto",
         beyond="fewer experts",
     )
@@ -185,19 +185,21 @@ class SlimConfig(MethodConfig):
     multiple: int | None = option(
         None,
         "Widths are a multiple of this. Default: the largest of 256, 64, 32, 8, 4 and 1 that comes "
-        "near the target; of experts at least 8, in 32 bits 4.",
+        "near the target; of experts at least 8, in 32 bits 4. With keep 1, widths are rounded up "
+        "by neurons of zeros.",
         minimum=1,
     )
     refit: bool | None = option(
         None,
-        "Solve for the down projections anew. Default: where it can be done, not with stats.",
+        "Solve for new down projections by least squares. Default: where it can be done, except "
+        "with stats.",
         beyond="refitted down projections",
     )
     allocate: Literal["uniform", "layers", "experts", "layers+experts"] = option(
         "uniform",
         "uniform: all experts equally wide; layers: wider in layers where narrowing costs more; "
-        "experts: the neurons of the highest scores in a layer are kept, whichever expert they are "
-        "of; layers+experts: both. Unless uniform, the result is of the class moesaic_<base>.",
+        "experts: a layer keeps its neurons of the highest scores, whichever expert they are of; "
+        "layers+experts: both. Unless uniform, the result is of the class moesaic_<base>.",
     )
     seed: int = seed_option("Seed of random choice.", seldom=True)
 
@@ -217,6 +219,9 @@ class SlimConfig(MethodConfig):
             return Family(name, configs, careful, priced=priced, fills=fills)
 
         yield family("slim", model.widths)
+        for block in model.wider:
+            wider = [cls(keep=1, multiple=block, refit=False)]
+            yield Family(f"widen to blocks of {block}", wider, lambda config: config, removes=False)
         widest, shares, options, few = "slim", model.widths, JSON(), 8
         if model.uneven:
             one_each = -(-FINEST // model.width)
@@ -273,12 +278,21 @@ class SlimConfig(MethodConfig):
         return self.experts == "auto" or self.by_layer
 
     @property
+    def pads(self) -> bool:
+        """True if nothing is removed and widths are rounded up."""
+        return self.keep == 1 and self.multiple is not None and self.allocate == "uniform"
+
+    @property
     def idle(self) -> str:
-        return "" if self.shared else super().idle
+        return "" if self.shared or self.pads else super().idle
 
     def check(self) -> None:
         if self.experts not in ("all", "auto") and not self.count:
             raise MoesaicError(f"experts {self.experts!r} is none of all, auto, or a number.")
+        if self.pads and (self.refit or self.experts != "all"):
+            raise MoesaicError(
+                "keep 1 with a multiple only adds neurons of zeros: leave refit and experts out."
+            )
         if self.allocate != "uniform" and self.experts != "all":
             raise MoesaicError(
                 f"allocate={self.allocate} shares the budget out among all experts: leave experts "

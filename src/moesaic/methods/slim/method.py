@@ -55,7 +55,7 @@ from moesaic.methods.slim.neurons import (
 from moesaic.observation.files import observed_layers
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
-from moesaic.plans.cut import CutLayer
+from moesaic.plans.cut import WIDENED, CutLayer
 from moesaic.plans.neurons import filled_up, in_groups
 from moesaic.record import Figure, LayerRecord
 from moesaic.surgery import headers_of
@@ -107,7 +107,9 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return arch
 
     def resolve_defaults(self, job: Job[Arch]) -> Iterator[str]:
-        if self.config.score is None:
+        if self.config.pads:
+            self.config = replace(self.config, score="magnitude", refit=False)
+        elif self.config.score is None:
             views = [job.arch.view(job.layers[i]) for i in observed_layers(job)]
             widest = max(views, key=lambda view: view.count * view.width**3)
             score = best_score(widest.count, widest.width)
@@ -152,6 +154,8 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         multiple = self._multiple(job)
         if config.uneven:
             self._check_uneven(views)
+        if config.pads and not any(view.width % (multiple or 1) for view in views.values()):
+            raise MoesaicError(f"keep 1 removes nothing, and multiple {multiple} adds nothing.")
         dtype = job.dtype or next(job.skeleton.parameters()).dtype
         row = ROW // dtype.itemsize if mixture and not config.uneven else 1
         block = job.format.columns if job.format and multiple is None else 0
@@ -191,6 +195,15 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         config, view = self.config, job.arch.view(job.layers[layer])
         sizes = []
         for count in self._counts(job, layer, view):
+            if config.pads and multiple:
+                width = -(-view.width // multiple) * multiple
+                if width > WIDENED * view.width:
+                    raise MoesaicError(
+                        f"multiple {multiple} is out of reach: {view.width} neurons become at most "
+                        f"{WIDENED * view.width}."
+                    )
+                sizes.append(Size(count, width, count * view.width, view.width, multiple))
+                continue
             target = config.keep * view.count * view.width / count
             whole = in_blocks(view.width, target, block)
             try:
@@ -358,7 +371,8 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             groups: router groups; the same number of experts is removed from each.
         """
         config, reach_EM = self.config, stats["reach_EM"]
-        kept, neurons_NW = choose(score_EM, size.count, size.width, reach_EM, groups)
+        width = min(size.width, size.before)
+        kept, neurons_NW = choose(score_EM, size.count, width, reach_EM, groups)
         if config.uneven:
             neurons_NW = highest_in_layer(score_EM, size.neurons, reach_EM, config.multiple or 1)
         analysis: JSON = {}
@@ -368,6 +382,8 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         form = None if config.uneven else case.job.format  # no format has uneven experts
         columns = form.columns if form else 0  # that share a scale, which most are to keep
         orders_EW = torch.stack([in_groups(order_W, columns) for order_W in neurons_NW])
+        if size.width > width:
+            orders_EW = torch.stack([filled_up(order_W, size.width) for order_W in orders_EW])
         view, order_S = case.view, None
         if not isinstance(view, MoEFFN):
             return CutLayer(None, orders_EW, size.before), analysis
@@ -461,6 +477,10 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         before = span([layer.shape["of"] for layer in changed])
         mixture = any(layer.experts for layer in changed)
         each = " an expert" if mixture else " a layer"
+        if config.pads:
+            words = f"filled up with zeros from {before} to {neurons} neurons{each}"
+            text = f"Nothing is removed: widths are {words}."
+            return Summary(words, text, {"layers": [_as_output(x, decision.plan) for x in layers]})
         added = f", with {', '.join(config.beyond)}" if config.beyond else ""
         by = config.base_label
         differ = " in the mean" if config.uneven else ""
