@@ -160,7 +160,7 @@ def logits_of(source, ids, dtype=torch.float32):
 
 def logits_in(file, ids):
     """The logits (T, V) of llama.cpp."""
-    with llamacpp.Engine(file, len(ids) + 64, exact=True) as engine:
+    with llamacpp.Engine(file, len(ids) + 64) as engine:
         return engine.logits(ids)
 
 
@@ -175,7 +175,7 @@ def parity(file, source, ids):
     with torch.no_grad():
         wanted = model(ids[None]).logits[0]
         new = model.generate(ids[None, :24], max_new_tokens=32, do_sample=False, pad_token_id=0)
-    with llamacpp.Engine(file, len(ids) + 64, exact=True) as engine:
+    with llamacpp.Engine(file, len(ids) + 64) as engine:
         found = engine.logits(ids)
         greedy = engine.greedy(ids[:24], 32)
     difference = float((found - wanted).abs().max() / wanted.abs().max())
@@ -427,7 +427,7 @@ def test_a_slimmed_mixture_in_narrow_types(type, slimmed, tmp_path):
     assert type.removesuffix("_m") in record["types"]
     ids = ids_of(source.tokenizer)
     wanted = logits_of(source, ids).log_softmax(-1)
-    with llamacpp.Engine(tmp_path / "model.gguf", 320, exact=True) as engine:
+    with llamacpp.Engine(tmp_path / "model.gguf", 320) as engine:
         assert engine.split(TEXT)[:256] == ids.tolist()
         found = engine.logits(ids).log_softmax(-1)
         said = source.tokenizer.decode(engine.greedy(ids[:24], 24))

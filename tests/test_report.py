@@ -286,7 +286,7 @@ def test_without_evaluation_the_cut_is_still_shown():
     assert "erplexity" not in page.text
     record = Record("", "", "", False, [], [])
     for text in (Page(report.html([record])).text, printed(record)):
-        assert "What it costs was not measured" in text
+        assert "Quality was not measured" in text
 
 
 def test_what_the_refit_gave_back_is_drawn():

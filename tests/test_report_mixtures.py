@@ -146,7 +146,7 @@ def test_skipping_by_layer():
 
 def test_condensed_layers():
     page, card, text = whole(condensed())
-    for shown in ("chosen 1st", "chosen 2nd", "2 of 3 layers condensed", "in this order: 2, 1."):
+    for shown in ("choice 1", "choice 2", "2 of 3 layers condensed", "in this order: 2, 1."):
         assert shown in page.text, shown
     assert len(page.all("rect", "gone")) == 2 * 2
     assert len(page.all("rect", "kept")) == 2 * 2 + 2  # kept experts, layers that were taken

@@ -6,7 +6,7 @@ Messages may quote strangers' files: they are made printable, and of bounded len
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from reprlib import Repr
 
@@ -62,6 +62,15 @@ def bounded(message: object) -> str:
 def is_panic(error: BaseException) -> bool:
     """Return True if an error is a panic of a library in Rust, which is no ``Exception``."""
     return type(error).__name__ == "PanicException"
+
+
+def with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that caused it, each once."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def quote(value: object, most: int = 60) -> str:

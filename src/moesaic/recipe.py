@@ -37,7 +37,7 @@ from moesaic.data.reader import check_apart
 from moesaic.data.sources import read_by, text_name, wanted_tasks
 from moesaic.errors import MoesaicError, check_known, hint, quote
 from moesaic.io.names import check_name
-from moesaic.io.outputs import check_out, run_folder
+from moesaic.io.outputs import check_out, check_unfinished, run_folder
 from moesaic.io.trust import DIGITS, mapping_of
 from moesaic.methods import VERBS, methods_of
 from moesaic.types import JSON, expand_home
@@ -175,11 +175,7 @@ def check_anew(recipe: Recipe, *, overwrite: bool = False, resume: bool = False)
     """Refuse to begin a run whose output has an unfinished one, neither to ``overwrite`` nor to
     ``resume``; after all other checks."""
     folder = run_folder(recipe.out)
-    if folder.exists() and not (resume or overwrite):
-        raise MoesaicError(
-            f"{folder} holds an unfinished run{_named(folder, recipe.out)}: continue it with "
-            "resume=True (--resume), or start anew with overwrite=True (--overwrite)."
-        )
+    check_unfinished(folder, overwrite, resume, f"run{_named(folder, recipe.out)}")
 
 
 def _named(folder: Path, out: str) -> str:

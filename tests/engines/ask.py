@@ -149,7 +149,7 @@ def llamacpp():
         file = Path(folder).with_name("model.gguf")
         exports.export_gguf(folder, file, overwrite=True)
         ids = torch.tensor(prompt)
-        with Engine(file, 128, exact=True) as engine:
+        with Engine(file, 128) as engine:
             scores = engine.logits(ids).log_softmax(-1)
             return (
                 scores[:-1].gather(1, ids[1:, None])[:, 0].tolist(),

@@ -15,7 +15,7 @@ import wrapt
 
 from moesaic.cli import conversions, guide, measure
 from moesaic.cli.commands import app, fail, fail_interrupted
-from moesaic.errors import FULL, MoesaicError, bounded
+from moesaic.errors import FULL, MoesaicError, bounded, with_causes
 
 TORCH = "inline_container.cc"
 """Source file of torch's writer of training checkpoints, whose errors give no cause."""
@@ -59,14 +59,14 @@ def exit_on_error() -> Iterator[None]:
     except BrokenPipeError:
         sys.exit(1)
     except Exception as error:
-        if any(isinstance(one, KeyboardInterrupt) for one in _with_causes(error)):
+        if any(isinstance(one, KeyboardInterrupt) for one in with_causes(error)):
             fail_interrupted(None)  # modules that are imported turn it into an error of theirs
         if os.environ.get("MOESAIC_DEBUG"):
             raise
         if _several():
             from moesaic.distributed import peer_failure
 
-            for one in _with_causes(error):
+            for one in with_causes(error):
                 if (ended := peer_failure(one)) is not None:
                     reason, refused = ended
                     fail(reason, 2 if refused else 1)
@@ -100,15 +100,8 @@ def disk_full(error: BaseException) -> bool:
     messages = (*map(os.strerror, FULL), TORCH)
     return any(
         (isinstance(one, OSError) and one.errno in FULL) or any(m in str(one) for m in messages)
-        for one in _with_causes(error)
+        for one in with_causes(error)
     )
-
-
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those that caused it."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def quiet_libraries() -> None:

@@ -184,7 +184,7 @@ def write(source: Source, export: Export, folder: Path) -> None:
 # --- is it the same model? -----------------------------------------------------------------------
 
 
-def verify(source: Source, folder: Path, exact: bool = True, tokens: int = 128) -> dict[str, float]:
+def verify(source: Source, folder: Path, exact: bool = True) -> dict[str, float]:
     """Return differences of logits in float32 between the source and its export in plain
     transformers.
 
@@ -198,7 +198,7 @@ def verify(source: Source, folder: Path, exact: bool = True, tokens: int = 128) 
     Raises:
         MoesaicError: the export does not load, or differs by more than rounding explains.
     """
-    ids = _text(source, tokens)
+    ids = _text(source, 128)
     with torch.inference_mode():
         expected = source.load(dtype=torch.float32)(ids).logits
     with tempfile.TemporaryDirectory(prefix="moesaic-") as place:

@@ -21,7 +21,14 @@ from moesaic.fitting.search import Search
 from moesaic.hub import on_disk
 from moesaic.io.models import untouched
 from moesaic.io.names import RECORD, our_folder
-from moesaic.io.outputs import discard, output_lock, run_folder, search_folder, whole_folder
+from moesaic.io.outputs import (
+    check_unfinished,
+    discard,
+    output_lock,
+    run_folder,
+    search_folder,
+    whole_folder,
+)
 from moesaic.io.source import Source
 from moesaic.metrics.speed import environment
 from moesaic.pipeline import convert, run_recipe
@@ -146,11 +153,7 @@ def open_search(
     """
     work = search_folder(recipe.out)
     if not resume:
-        if work.exists() and not overwrite:
-            raise MoesaicError(
-                f"{work} holds an unfinished search: continue it with --resume, or start anew "
-                "with --overwrite."
-            )
+        check_unfinished(work, overwrite, resume, "search")
         discard(work)
     search = Search(recipe, config, work, track, notify)
     Progress(work, _request(search, config)).begin()

@@ -54,6 +54,22 @@ def search_folder(out: str | Path) -> Path:
     return Path(f"{Path(out)}.search")
 
 
+def check_unfinished(folder: Path, overwrite: bool, resume: bool, what: str = "run") -> None:
+    """Refuse to begin beside an unfinished run, neither to overwrite nor to resume.
+
+    Args:
+        folder: of the unfinished run.
+        overwrite: True if it may be removed.
+        resume: True if it is continued.
+        what: what it is, in words.
+    """
+    if folder.exists() and not (overwrite or resume):
+        raise MoesaicError(
+            f"{folder} holds an unfinished {what}: continue it with resume=True (--resume), or "
+            "start anew with overwrite=True (--overwrite)."
+        )
+
+
 def _check_place(out: Path) -> None:
     """Refuse an output that cannot be written at its path, or that another run is writing."""
     try:

@@ -214,7 +214,7 @@ def generate(
         and isinstance(opened, Source)
     ):
         stops = _stops(tokenizer, opened.config.eos_token_id)
-        with suppress(MoesaicError), Engine(file, ids.numel() + new_tokens, exact=True) as engine:
+        with suppress(MoesaicError), Engine(file, ids.numel() + new_tokens) as engine:
             tokens = engine.greedy(ids[0], new_tokens, stops)
             return tokenizer.decode(tokens, skip_special_tokens=True)
     loaded = opened.load(device, dtype) if isinstance(opened, Source) else opened

@@ -155,20 +155,19 @@ class _Model:
 class Engine(_Model):
     """Loaded model. Use it as a context manager, so that its memory is freed.
 
+    Keys and values are in float32, as in transformers; llama.cpp's own default is float16.
+
     Args:
         file: a GGUF file.
         context: most tokens of prompt and continuation together.
-        exact: keep keys and values in float32, as transformers does; llama.cpp's own default is
-            float16.
     """
 
-    def __init__(self, file: Path, context: int, exact: bool = False) -> None:
+    def __init__(self, file: Path, context: int) -> None:
         super().__init__(file)
         params = self.llama.llama_context_default_params()
         params.n_ctx, params.n_batch, params.flash_attn_type = context, BATCH, 0
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
-        if exact:
-            params.type_k = params.type_v = F32
+        params.type_k = params.type_v = F32
         self.context = self.llama.llama_init_from_model(self.model, params)
         if not self.context:
             raise MoesaicError(f"llama.cpp cannot run {file}.")

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from moesaic.data.sources import HEADLINE, PRESETS, Task
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, with_causes
 from moesaic.modules.running import always_routing
 from moesaic.types import JSON, Model, Tokenizer, Values
 
@@ -143,13 +143,8 @@ ABSENT = ("Connection", "Offline", "DatasetNotFound", "LocalEntryNotFound", "HfH
 
 def _not_ours(error: BaseException, name: str, shots: int | None) -> str | None:
     """Return an error message if the request or the network caused lm-eval's failure; else None."""
-    chain: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in chain:
-        chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
     first = (str(error).splitlines() or [type(error).__name__])[0]
-    absent = any(part in type(e).__name__ for e in chain for part in ABSENT)
+    absent = any(part in type(e).__name__ for e in with_causes(error) for part in ABSENT)
     if absent or isinstance(error, FileNotFoundError):
         return (
             f"tasks {name!r}: its data set is not on this machine and could not be fetched "

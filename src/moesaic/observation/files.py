@@ -28,6 +28,7 @@ from moesaic.io.models import leaves_untouched
 from moesaic.io.outputs import (
     STATISTICS,
     check_out_file,
+    check_unfinished,
     discard,
     output_lock,
     run_folder,
@@ -193,14 +194,9 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
         "gram": gram_mb,
     }
     folder = run_folder(out)
-    if folder.exists() and not resume:
-        if not overwrite:
-            raise MoesaicError(
-                f"{folder} holds an unfinished run: continue it with resume=True (--resume), or "
-                "start anew with overwrite=True (--overwrite)."
-            )
-        if process()[0] == 0:
-            discard(folder)
+    check_unfinished(folder, overwrite, resume)
+    if not resume and process()[0] == 0:
+        discard(folder)
     wait_for_all()  # or a process would look for finished layers in a folder that is being deleted
     files = {i: folder / f"stats-{i:04d}.safetensors" for i in layers}
     done = [i for i in layers if files[i].exists()]

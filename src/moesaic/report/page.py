@@ -374,11 +374,11 @@ def _meet(a: Sequence[float], b: Sequence[float]) -> bool:
 # --- lines ---------------------------------------------------------------------------------------
 
 
-def _line_chart(figure: Lines, height: float = 220.0) -> Drawing:
+def _line_chart(figure: Lines) -> Drawing:
     """Return lines over a common horizontal axis."""
     series = [s for s in figure.series if s.points]
     named = len(series) > 1
-    width = 430.0 if named else 344.0
+    width, height = 430.0 if named else 344.0, 220.0
     right = 22.0 + (max(len(s.name) for s in series) * LETTER if named else 0)
     every = [point for s in series for point in s.points]
     plane = Plane(every, (0.0, 22.0, width - right, height - 36.0), figure.log)

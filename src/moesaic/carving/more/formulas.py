@@ -98,7 +98,6 @@ def leading(
     dims: int,
     seed: int,
     device: torch.device,
-    rounds: int = 12,
 ) -> Tensor:
     """Return approximate leading eigenvectors of a matrix with eigenvalues in [-1, 1] (count,
     dims).
@@ -109,7 +108,7 @@ def leading(
     generator = torch.Generator().manual_seed(seed)
     Q_NK = torch.randn(count, min(count, dims + 8), generator=generator, dtype=torch.float64)
     Q_NK = torch.linalg.qr(Q_NK.to(device))[0]
-    for _ in range(rounds):
+    for _ in range(12):
         Q_NK = torch.linalg.qr(matmul(Q_NK) + Q_NK)[0]
     ritz_KK = torch.linalg.eigh(Q_NK.T @ matmul(Q_NK))[1]
     return Q_NK @ ritz_KK[:, -dims:]

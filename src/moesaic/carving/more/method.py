@@ -254,13 +254,10 @@ def _shares(width: int) -> list[float]:
     return [share for share in COVERAGE if int(share * width)]
 
 
-def _without_backbone(
-    sizes: list[LayerSize], layers: list[int], share: float, limit: int = 8
-) -> dict[int, Split]:
-    """Return disjoint petals only (paper, App. E.3), with k of r closest to the active share."""
-    _, experts, top_k = min(
-        (abs(k / r - share), r, k) for r in range(2, limit + 1) for k in range(1, r)
-    )
+def _without_backbone(sizes: list[LayerSize], layers: list[int], share: float) -> dict[int, Split]:
+    """Return disjoint petals only (paper, App. E.3), with k of r, at most 8, closest to the active
+    share."""
+    _, experts, top_k = min((abs(k / r - share), r, k) for r in range(2, 9) for k in range(1, r))
     splits = {}
     for i in layers:
         petal = sizes[i].width // experts

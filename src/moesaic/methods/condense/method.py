@@ -304,7 +304,7 @@ def _choice_figure(layers: list[LayerRecord], order: Sequence[int], section: str
                 figures.calls(layer, count),
                 gone=tuple(sorted({*range(count)} - {*kept})) if taken else None,
                 outlined=kept,
-                note=f"chosen {_ordinal(order.index(layer.index) + 1)}" if taken else "routes",
+                note=f"choice {order.index(layer.index) + 1}" if taken else "routes",
             )
         )
     caption = "Outlined experts are kept with fixed weights, crossed ones are removed."
@@ -312,16 +312,6 @@ def _choice_figure(layers: list[LayerRecord], order: Sequence[int], section: str
         caption += f" Layers in this order: {', '.join(map(str, order))}."
     caption, side = f"{caption} {figures.SHADES}", "what became of it"
     return figures.heat(section, "Experts by layer.", caption, rows, side=side, of="of calls")
-
-
-def _ordinal(n: int) -> str:
-    """Return a number as an ordinal.
-
-    >>> [_ordinal(n) for n in (1, 2, 3, 4, 11, 12, 21)]
-    ['1st', '2nd', '3rd', '4th', '11th', '12th', '21st']
-    """
-    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
-    return f"{n}{ending}"
 
 
 def _search_figure(rounds: Sequence[JSON], section: str) -> list[Figure]:

@@ -61,7 +61,7 @@ def mean_calls(weights_TK: Tensor, beta: float, rule: str) -> float:
     return survivors(weights_TK, beta, rule).sum().item() / max(1, len(weights_TK))
 
 
-def _beta_for_calls(weights_TK: Tensor, calls: float, rule: str, steps: int = 60) -> float:
+def _beta_for_calls(weights_TK: Tensor, calls: float, rule: str) -> float:
     """Return the beta at which a token runs ``calls`` experts on average, by bisection.
 
     >>> w = torch.tensor([[0.6, 0.4], [0.9, 0.1]])
@@ -69,7 +69,7 @@ def _beta_for_calls(weights_TK: Tensor, calls: float, rule: str, steps: int = 60
     True
     """
     low, high = 0.0, 2.0  # above 1 only the first expert is kept
-    for _ in range(steps):
+    for _ in range(60):
         middle = (low + high) / 2
         if mean_calls(weights_TK, middle, rule) > calls:
             low = middle
