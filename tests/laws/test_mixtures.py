@@ -70,6 +70,7 @@ NORMED = {"axk1"}
 HANDING_ON = {"glm_moe_dsa", "hy_v4"}
 INWARD, IN_LAYER = {"llama4_text"}, {"gemma4_text"}
 ONE_NUMBER = {"phimoe"}
+ONE_WIDTH = {"jamba"}
 """What sets architectures apart, by ``model_type``."""
 
 
@@ -351,7 +352,7 @@ def test_experts_filled_up_with_zeros_compute_the_same(seen, tmp_path):
     wanted, found = logits(seen.model, TEXT), logits(result.model, TEXT)
     assert (found - wanted).norm() < 1e-5 * wanted.norm()
     again = loaded(result.save(tmp_path / "out"))
-    assert again.config.model_type == seen.model_type
+    assert (again.config.model_type == seen.model_type) is (seen.model_type not in ONE_WIDTH)
     assert all(seen.view(i, again).width == width + width // 2 for i in seen.layers)
     assert torch.equal(logits(again, TEXT), found)
 
