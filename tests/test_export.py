@@ -339,6 +339,8 @@ def test_an_export_that_is_not_the_same_is_refused(tmp_path):
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
+SLIDES = [*["sliding_attention"] * 3, "full_attention"]
+BASE = {"rope_type": "default", "rope_theta": 1e4}
 LLAMACPP = {
     "four times the hidden size": ("phi", {"intermediate_size": 64}, {"intermediate_size": 128}),
     "norm_topk_prob=False": ("qwen3_moe", {"norm_topk_prob": False}, {"norm_topk_prob": True}),
@@ -351,6 +353,28 @@ LLAMACPP = {
         "afmoe",
         {"mup_enabled": True, "route_norm": False},
         {"mup_enabled": True, "route_norm": True},
+    ),
+    "elsewhere than in every layer of 4": (
+        "afmoe",
+        {"mup_enabled": True, "route_norm": True, "layer_types": ["sliding_attention"] * 4},
+        None,
+    ),
+    "full attention elsewhere than in every layer of 4": (
+        "cohere2",
+        {"layer_types": ["full_attention"] * 4},
+        {},
+    ),
+    "norm_topk_prob=False: its mellum": ("mellum", {"norm_topk_prob": False}, {}),
+    "its qwen3_next knows only True": ("qwen3_next", {"norm_topk_prob": False}, {}),
+    "rotary bases by kind of layer: its mellum": (
+        "mellum",
+        {"layer_types": SLIDES},
+        {"layer_types": SLIDES, "rope_parameters": dict.fromkeys({*SLIDES}, BASE)},
+    ),
+    "its olmo3 has one": (
+        "olmo3",
+        {"rope_parameters": {SLIDES[0]: BASE, SLIDES[3]: {**BASE, "rope_theta": 5e4}}},
+        {},
     ),
     "but every fourth": ("smollm3", {"no_rope_layers": [1] * 4}, {}),
     "32 pairs of rotary": (
@@ -400,8 +424,8 @@ LLAMACPP = {
 @pytest.mark.parametrize("message", LLAMACPP)
 def test_what_llamacpp_would_read_otherwise(message):
     model_type, changes, fine = LLAMACPP[message]
-    newer = model_type in ("dots1", "exaone4", "laguna", "afmoe", "smollm3", "qwen3_5_text")
-    config = small_config if newer else tiny_config
+    newer = "dots1", "exaone4", "laguna", "afmoe", "smollm3", "qwen3_5_text", "cohere2", "mellum"
+    config = small_config if model_type in (*newer, "qwen3_next", "olmo3") else tiny_config
     assert message in " ".join(lacking(config(model_type, **changes)))
     if fine is not None:
         assert lacking(config(model_type, **fine)) == []

@@ -326,6 +326,10 @@ def converting(
                 raise MoesaicError(f"Values of {folder.name} are missing.") from error
 
 
+WINDOWLESS = ("phi3",)
+"""Architectures whose files state a window that llama.cpp does not use."""
+
+
 def check_positions(file: Path, config: Config) -> None:
     """Refuse a file without its model's rotary scaling, and warn of one without its window.
 
@@ -347,7 +351,7 @@ def check_positions(file: Path, config: Config) -> None:
     frequencies = any(FREQUENCIES.search(tensor.name) for tensor in reader.tensors)
     if scaled and not (frequencies or "rope.scaling.type" in stated):
         raise MoesaicError(f"llama.cpp lacks {kind} rotary scaling in a {config.model_type}.")
-    if shorter and "attention.sliding_window" not in stated:
+    if shorter and ("attention.sliding_window" not in stated or config.model_type in WINDOWLESS):
         logging.getLogger(__name__).warning(
             "llama.cpp has no sliding window in a %s: beyond %d tokens it computes something else.",
             config.model_type,
@@ -478,7 +482,7 @@ def _glm(config: Config) -> Iterator[str]:
 
 
 def _normed(config: Config) -> Iterator[str]:
-    kind, normed = config.model_type, config.model_type == "qwen3_moe"
+    kind, normed = config.model_type, config.model_type not in ("qwen2_moe", "olmoe")
     if config.norm_topk_prob != normed:
         yield f"norm_topk_prob={config.norm_topk_prob}: its {kind} knows only {normed}"
 
@@ -498,6 +502,23 @@ def _sliding(config: Config) -> list[bool]:
     return [attention == "sliding_attention" for attention in config.layer_types]
 
 
+def _fourth_full(config: Config) -> Iterator[str]:
+    sliding = _sliding(config)
+    if sliding != [(i + 1) % 4 > 0 for i in range(len(sliding))]:
+        yield "full attention elsewhere than in every layer of 4"
+
+
+def _one_base(config: Config) -> Iterator[str]:
+    bases = {kind: of["rope_theta"] for kind, of in (config.rope_parameters or {}).items()}
+    if len({bases[kind] for kind in {*config.layer_types} & {*bases}}) > 1:
+        yield f"rotary bases by kind of layer: its {config.model_type} has one"
+
+
+def _mellum(config: Config) -> Iterator[str]:
+    yield from _normed(config)
+    yield from _one_base(config)
+
+
 def _exaone4(config: Config) -> Iterator[str]:
     layers = config.num_hidden_layers
     if _sliding(config) != [layers == 64 and (i + 1) % 4 > 0 for i in range(layers)]:
@@ -513,6 +534,7 @@ def _laguna(config: Config) -> Iterator[str]:
 def _afmoe(config: Config) -> Iterator[str]:
     if not (config.mup_enabled and config.route_norm):
         yield "mup_enabled or route_norm that is not True: its afmoe takes both to be"
+    yield from _fourth_full(config)
 
 
 def _smollm3(config: Config) -> Iterator[str]:
@@ -577,7 +599,10 @@ _BY_TYPE: dict[str, Callable[[Config], Iterator[str]]] = {
     "granitemoeshared": _granite_attention,
     "phimoe": _phimoe,
     "glm4_moe": _glm,
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), _normed),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next", "lfm2_moe"), _normed),
+    "mellum": _mellum,
+    "olmo3": _one_base,
+    "cohere2": _fourth_full,
     "olmoe": _olmoe,
     "dots1": _all_heads,
     "exaone4": _exaone4,
