@@ -75,12 +75,12 @@ class Format(ABC):
     """
 
     method: ClassVar[str]
-    whole: ClassVar[int] = 0
-    """Divisor of widths, if all or none of a module's matrices are quantised; else 0."""
     ends: ClassVar[tuple[str, ...]]
     """Ends of the names of a weight's stored tensors: of codes, of scales (:func:`stored_name`)."""
     plainly: ClassVar[str] = "modules_to_not_convert"
     """Config key that lists the modules that are not quantised."""
+    cut_off: ClassVar[bool] = False
+    """True if a matrix may end within a block."""
     loose: ClassVar[bool] = False
     """True if the scale of a whole row or column is also that of some of its values."""
 
@@ -91,6 +91,11 @@ class Format(ABC):
     @abstractmethod
     def columns(self) -> int:
         """Number of neighbouring columns of a down projection that share a scale; 0 if all do."""
+
+    @property
+    def whole(self) -> int:
+        """Divisor of experts' widths, if all or none of their matrices are quantised; else 0."""
+        return 0
 
     @abstractmethod
     def weights(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -138,18 +143,24 @@ class Format(ABC):
         """Quantise values to this format, the scale of each block chosen by its largest value.
 
         Args:
-            values: their shape must be a multiple of the blocks.
+            values: (..., O, I).
             like: a weight of the same checkpoint, whose types are used.
 
         Raises:
-            ValueError: blocks do not divide the shape.
+            ValueError: blocks do not divide the shape, and did not divide the other weight's.
         """
+        *_, height, width = values.shape
         rows, columns = self._block_like(values.shape, like)
-        if values.shape[-2] % rows or values.shape[-1] % columns:
-            raise ValueError(f"blocks of {rows} x {columns} do not divide {dims(values.shape)}")
+        rest = -height % rows, -width % columns
+        if any(rest):
+            before = self._split(like)[0].shape if self.cut_off else (rows, columns)
+            if (rest[0] and not before[-2] % rows) or (rest[1] and not before[-1] % columns):
+                raise ValueError(f"blocks of {rows} x {columns} do not divide {dims(values.shape)}")
+            values = F.pad(values, (0, rest[1], 0, rest[0]))
         blocks = values.float().unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
         codes, scales, zeros = self._codes(blocks, like)
-        return self._stored(codes.reshape(values.shape), scales, zeros, like)
+        codes = codes.reshape(values.shape)[..., :height, :width].contiguous()
+        return self._stored(codes, scales, zeros, like)
 
     def select(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
         """Return the parts of ``values.index_select(axis, order)``; None if it cuts through blocks.
@@ -229,6 +240,7 @@ class BlockFp8(Format):
 
     method = "fp8"
     ends = ("", "_scale_inv")
+    cut_off = True
     beside: ClassVar[tuple[str, ...]] = ("", ".scale")
     """Ends of names in DeepSeek-V4."""
 
@@ -314,6 +326,8 @@ GROUP = 32
 class Mxfp4(BlockFp8):
     """MXFP4 matrices (O, I): two codes a byte (O, I/2), a scale for 32 of a row (O, I/32)."""
 
+    cut_off = False
+
     def _block(self, shape: Sequence[int], scales: Sequence[int] = ()) -> tuple[int, int]:
         return 1, GROUP
 
@@ -349,9 +363,8 @@ class Mxfp4Experts(Mxfp4):
     """MXFP4 experts: values (E, I, O); codes (E, O, G, 16), two a byte, scales (E, O, G)."""
 
     method = "mxfp4"
-    whole = GROUP
     ends = ("_blocks", "_scales")
-    columns = GROUP
+    columns = whole = GROUP
 
     def weights(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
         names = (n.removesuffix(end) for n in types for end in self.ends if n.endswith(end))
@@ -472,6 +485,11 @@ class CompressedTensors(Format):
     def columns(self) -> int:
         structures = ((w.get("block_structure") or (0, 0), w) for w in self._weights)
         return max([0, *(int(w.get("group_size") or block[1]) for block, w in structures)])
+
+    @property
+    def whole(self) -> int:
+        """Divisor of experts' widths: transformers loads a layer's experts in one form."""
+        return self.columns
 
     def leaving(self, modules: Collection[str], moved: Mapping[str, str]) -> JSON:
         names = {

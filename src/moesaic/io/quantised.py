@@ -351,7 +351,7 @@ class QuantisedCheckpoint(Checkpoint):
                     yield stored_name(name, end), part
                 return
             except ValueError as error:
-                if self.format.whole:
+                if self.format.whole and ".experts." in name:
                     raise MoesaicError(
                         f"{name}: {error}; choose a width that they divide."
                     ) from error

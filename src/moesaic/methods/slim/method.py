@@ -222,7 +222,8 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
 
     def _multiple(self, job: Job[Arch]) -> int | None:
         """Return the number that widths must be a multiple of; None if any width will do."""
-        multiple, block = self.config.multiple, job.format.whole if job.format else 0
+        multiple, mixture = self.config.multiple, any(job.base.experts)
+        block = job.format.whole if job.format and mixture else 0
         if multiple is not None and block and multiple % block:
             raise MoesaicError(
                 f"multiple {multiple}: this checkpoint stores experts in blocks of {block}, so "
