@@ -222,7 +222,7 @@ class PlainFiles:
             stream.truncate(size)
         return {"bytes": size, "types": types or {file.type: 1}}
 
-    def uniform(self, result, type, weights):
+    def uniform(self, result, type, weights=None):
         source = resolve(str(result) if result else self.name)
         return {}, self.size(Skeleton(source.config, None), ExportArgs(to="gguf", type=type))
 
@@ -387,8 +387,9 @@ def test_experts_may_be_widened_to_whole_blocks(looking, plain):
     """tiny-moe's of 96 neurons are whole blocks of 32; 256 would be too many."""
     config = FitConfig(memory=9, types=(WIDE, NARROW))
     assert not any("widen" in form.name for form in forms(resolve("tiny-moe"), config))
-    families = SlimConfig.families(Shape(2, 80, 32, experts=8, top_k=2, blocks=(32, 256)))
-    (widen,) = (family for family in families if "widen" in family.name)
+    shape = Shape(2, 80, 32, experts=8, top_k=2, blocks=(32, 256), native=True)
+    families = {family.name: family for family in SlimConfig.families(shape)}
+    widen, narrow = families["widen to blocks of 32"], Form(families["slim"])
     (wider,) = widen.configs
     assert steps_as_json((widen.careful(wider),)) == [
         {"slim": {"method": "neurons", "keep": 1, "multiple": 32, "refit": False}}
@@ -397,6 +398,8 @@ def test_experts_may_be_widened_to_whole_blocks(looking, plain):
     looking = looking(config, form)
     looking.sizes = SimpleNamespace(of=lambda _: SimpleNamespace(native=True))
     assert [*looking._places(form, config, ending(config))] == [0]
+    assert [*looking._places(narrow, config, ending(config))] == [0, 1]
+    assert narrow.steps(1)[0].keep == 64 / 80
     candidate = Candidate(form.name, form.steps(0), looking.original.size)
     assert candidate.kind == "widen"
 
@@ -601,10 +604,10 @@ def test_steps_interact_and_estimates_know_their_error():
         return Candidate("", (), ResultSize(1, 1, 1, True, True), steps_S=np.array(kl_S))
 
     best = candidate(1.0, 1.2, 0.8, 1.0)
-    assert candidate(1.5, 1.7, 1.3, 1.6).far(best)
+    assert candidate(1.8, 2.0, 1.6, 1.9).far(best)
     assert not candidate(0.1, 4.9, 0.4, 1.0).far(best)
-    assert not candidate(1.1, 1.3, 0.9, 1.1).far(best)
-    assert candidate(1.3).far(candidate(1.0))
+    assert not candidate(1.5, 1.6, 1.2, 1.4).far(best)
+    assert candidate(1.6).far(candidate(1.0))
 
 
 def test_files_are_made_of_what_fits(looking, small, plain, tmp_path):
@@ -621,6 +624,21 @@ def test_files_are_made_of_what_fits(looking, small, plain, tmp_path):
     assert chosen["memory"] == file.stat().st_size == record.measured["gguf"]["bytes"] == half
     assert record.measured["gguf"]["kl"] == pytest.approx(record.measured["scores"]["result"]["kl"])
     assert "speed" not in record.measured, "of the checkpoint beside the file, which nobody runs"
+
+
+def test_one_type_is_estimated_by_the_types_of_its_tensors(looking, plain):
+    """Of types with the same blocks, that of the file with more bits."""
+    config = FitConfig(memory=plain.original.layout.least([WIDE]), types=(WIDE, "q4_k_s", "q4_k_m"))
+    looking, every = looking(config), plain.prices()[NARROW]
+    looking.prices = Prices({}, {}, {"q8_0": every, "q4_k": every})
+    looking.files.uniform = lambda _, type: (
+        {"blk.0.ffn_up.weight": "q6_k"} if type == "q4_k_m" else {},
+        1,
+    )
+    small, medium = (looking._of_one_type(type).mean() for type in ("q4_k_s", "q4_k_m"))
+    assert small == pytest.approx(1.1 + 2 * (1.0 * 0.1) ** 0.5)
+    grown = 2 ** (4.5 - 6.5625) * 0.1**0.5
+    assert medium == pytest.approx((1.0 + grown) ** 2)
 
 
 def test_one_type_for_all_is_always_measured(looking, plain, monkeypatch):
@@ -1009,7 +1027,7 @@ def test_few_first_steps_are_tried_before_another_and_are_decided_quickly():
     shape = Shape(layers=4, width=96, multiple=8, experts=8, fewest=2, top_k=4, uneven=True)
     found = {f.name: f for m in METHODS.values() for f in m.families(shape)}
     assert [c.keep for c in found["prune"].configs] == [2, 3, 4, 5, 6, 7, 8]
-    assert [c.keep for c in found["prune"].first] == [7, 6, 4]
+    assert [c.keep for c in found["prune"].first] == [7, 6, 4, 2]
     assert [c.top_k for c in found["experts a token"].first] == [2, 3]
     quick = {"prune": "pairwise", "slim": "energy", "slim by layer and expert": "energy"}
     for name, score in quick.items():

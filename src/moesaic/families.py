@@ -59,14 +59,16 @@ class Shape:
 
     @property
     def widths(self) -> tuple[float, ...]:
-        """Shares of the width at which it is a multiple that suits kernels, rising.
+        """Shares of the width at which it is a multiple that suits kernels, rising, and 1.
 
         >>> Shape(1, 32, 4).widths[:2], Shape(1, 32, 8).widths[:2], len(Shape(1, 1408, 8).widths)
         ((0.125, 0.25), (0.25, 0.5), 22)
+        >>> Shape(1, 80, 32).widths
+        (0.4, 0.8, 1.0)
         """
         steps = (s for s in (64, 32, 16, 8) if self.multiple <= s <= self.width // 8)
         step = next(steps, self.multiple)
-        return tuple(n / self.width for n in range(step, self.width + 1, step))
+        return (*(n / self.width for n in range(step, self.width, step)), 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +85,7 @@ class Family(Generic[C]):
     priced: int = 8
     """Number of configs whose KL is estimated; that of those between is interpolated."""
     fills: bool = False
-    """True if the method may follow another one; of several such families only the last does."""
+    """True if its configs may follow those of another family."""
     removes: bool = True
     """True if all configs but the last, which keeps everything, remove weights."""
     reads_less: bool = False

@@ -289,7 +289,7 @@ def _digest(text: str) -> str:
 MODEL = {
     "base.routing": "its layers skip experts otherwise, or others of them were changed",
     "weights": "its weights are others",
-    "routing": "its layers skip experts otherwise, or others of them were changed",
+    "settings": "its config.json is another",
     "teacher": "the teacher is another",
     "trained": "it was trained otherwise",
     "plan": "another plan was decided",

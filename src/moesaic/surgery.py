@@ -52,6 +52,23 @@ def routing_in(config: Config) -> str:
     return hashlib.sha256(decided.encode()).hexdigest()[:16]
 
 
+WITHOUT_EFFECT = ("dtype", "torch_dtype", "architectures", "transformers_version", "use_cache")
+"""Keys of a config by which no model computes otherwise, or that are compared by themselves."""
+
+
+def settings_digest(config: Config) -> str:
+    """Return a digest of all else by which a model computes than its weights."""
+
+    def kept(values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        names = (name for name in values if name not in WITHOUT_EFFECT and str(name)[:1] != "_")
+        return {str(name): kept(values[name]) for name in names}
+
+    settings = json.dumps(kept(config.to_diff_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(settings.encode()).hexdigest()[:16]
+
+
 def check_base(plan: Plan, model: Model, arch: Arch) -> None:
     """Refuse to apply a plan to another model than it was made for."""
     shape = base_shape(model, arch)

@@ -99,8 +99,7 @@ def forms(source: Source, config: FitConfig) -> list[Form]:
     # a family that keeps all weights meets no budget of weights
     single = [f for f in every if not f.reads_less or (config.active_parameters and not size)]
     first = [f for f in every if not f.reads_less or config.active_parameters]
-    fills = [f for f in every if f.fills]
-    pairs = [Form(fill, f, c) for fill in fills[-1:] for f in first for c in f.first]
+    pairs = [Form(fill, f, c) for fill in every if fill.fills for f in first for c in f.first]
     return [*map(Form, single), *pairs]
 
 
@@ -166,7 +165,7 @@ ALIKE = 1.03
 unless it is significantly worse."""
 SIMPLER = 1.05
 """Ratio to the KL of the best candidate up to which a simpler one is preferred."""
-FAR = 1.2
+FAR = 1.5
 """Ratio to the estimated KL of the best candidate above which others are not measured, if they are
 significantly worse."""
 QUANTISE = "quantise"

@@ -60,7 +60,7 @@ class Files:
             listed = "; ".join(lacks) or "what only this package runs"
             raise MoesaicError(f"types needs a model that llama.cpp runs; it lacks {listed}.")
         self.kept = KeptRows(folder, source.nbytes // 2)
-        self._sizes: dict[str, int] = {}
+        self._uniform: dict[str, tuple[Types, int]] = {}
 
     @cached_property
     def original(self) -> ConvertedFile:
@@ -140,13 +140,7 @@ class Files:
             return file.memory
         type = file.type
         more = self.layout(built).least([type]) - self.original.layout.least([type])
-        return self._original_size(type) + more
-
-    def _original_size(self, type: str) -> int:
-        """Return the bytes of the original's file in one type of file, some tensors in others."""
-        if type not in self._sizes:
-            self._sizes[type] = self.uniform(None, type)[1]
-        return self._sizes[type]
+        return self.uniform(None, type)[1] + more
 
     def uniform(
         self, result: Path | None, type: str, weights: Mapping[str, torch.Tensor] | None = None
@@ -158,6 +152,8 @@ class Files:
             type: type of the file, of which some tensors have wider ones.
             weights: of the matrices' inputs, where they are known.
         """
+        if result is None and type in self._uniform:
+            return self._uniform[type]
         file = self.folder / "candidate.gguf"
         if result is None:
             tensors = self.original.uniform(file, type, None)
@@ -166,7 +162,10 @@ class Files:
                 tensors = converted.uniform(file, type, None)
         size = file.stat().st_size
         file.unlink()
-        return {name: tensor.type for name, tensor in tensors.items()}, size
+        types = {name: tensor.type for name, tensor in tensors.items()}
+        if result is None:
+            self._uniform[type] = types, size
+        return types, size
 
     def make(
         self,

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from moesaic import __version__
 from moesaic.config import RunArgs, takes_options
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
@@ -37,6 +38,7 @@ from moesaic.progress import Log
 from moesaic.recipe import Recipe, check_anew, check_run, parse_as
 from moesaic.record import Record
 from moesaic.result import Result
+from moesaic.surgery import settings_digest
 from moesaic.types import JSON, Named, Track, silent
 
 
@@ -163,7 +165,9 @@ def open_search(
 def _request(search: Search, config: FitConfig) -> JSON:
     """Return what finished candidates depend on; only a search of the same is continued."""
     return {
+        "version": __version__,
         "weights": search.source.fingerprint,
+        "settings": settings_digest(search.source.config),
         "calibration": asdict(search.recipe.calibration),
         "windows": config.windows,
         "text": [tokens.fingerprint for tokens in search.texts.both],

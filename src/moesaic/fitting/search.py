@@ -21,6 +21,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.exports.allocation import (
+    OF_A_BIT,
     Layout,
     Numbers,
     Price,
@@ -53,7 +54,7 @@ from moesaic.observation.changes import priced_on
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
 from moesaic.sizes import RecipeSizes, ResultSize, Skeleton, Steps
-from moesaic.surgery import routing_in
+from moesaic.surgery import settings_digest
 from moesaic.types import Track, expand_home, silent
 
 SHARES = tuple(n / 40 for n in range(12, 38))
@@ -280,7 +281,7 @@ class Search:
         request = {
             "weights": self.source.fingerprint,
             "text": [deciding.fingerprint, pricing.fingerprint],
-            "routing": routing_in(self.source.config),
+            "settings": settings_digest(self.source.config),
             "dtype": self.recipe.dtype,
             "version": __version__,
         }
@@ -359,10 +360,7 @@ class Search:
             whole = ExportArgs(to="gguf", type=type)  # type: ignore[arg-type]
             size = self.sizes.of((whole,))
             if size is not None and config.allows(size):
-                # no prices if it is the only type
-                prices = self._prices_in(self.files.original.layout)
-                alike = prices.get(tensor_types([type])[0], {})
-                types_S = Price.together(alike.values()).kl_S if alike else NONE
+                types_S = self._of_one_type(type)
                 plain.append(Candidate(whole.called, (whole,), size, types_S=types_S))
         if plain:
             yield min(plain, key=Candidate.estimate)
@@ -379,6 +377,23 @@ class Search:
         prices = self._prices_in(layout)
         types = choice(prices, layout, self.config.memory)
         return types, Price.together(prices[type][group] for group, type in types.items()).kl_S
+
+    def _of_one_type(self, type: str) -> Numbers:
+        """Return the estimated KL by sample of the original's file in one type.
+
+        llama.cpp gives some tensors of a group other types: each bit changes KL fourfold.
+        """
+        assert self.files is not None
+        if not self._tensor_types:
+            return NONE  # it is the only one
+        layout, alike = self.files.original.layout, tensor_types([type])[0]
+        types, _ = self.files.uniform(None, type)
+        prices = []
+        for group, price in self._prices_in(layout)[alike].items():
+            wanted = layout.types_in(group, alike)
+            found = {name: types.get(name, type) for name, type in wanted.items()}
+            prices.append(price * OF_A_BIT ** (layout.bits(wanted) - layout.bits(found)))
+        return Price.together(prices).kl_S
 
     def _prices_in(self, layout: Layout) -> PriceTable:
         """Return the prices of the requested types for the file of a result."""
@@ -401,6 +416,8 @@ class Search:
         """Refuse a budget that the model meets as it is."""
         if self.files:
             _ = self.files.original  # a converter that refuses is asked once, before all else
+            if self._tensor_types and self._least() > (self.config.memory or 0):
+                raise MoesaicError(self._out_of_reach())
             return
         size = self.sizes.of(())
         if not self.config.has_size or size is None or not self.config.allows(size):

@@ -39,6 +39,7 @@ from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
 from moesaic.observation.stats import GRAM, OF_TOKENS, OF_WEIGHTS, Stats, Tally, layer_stats
 from moesaic.plan import differences
+from moesaic.surgery import settings_digest
 from moesaic.types import JSON, Named, Values
 
 FORMAT = 5
@@ -91,7 +92,9 @@ class Observation:
                 )
             file = StatsFile(Path(path))
             job.warn_of_text()
-            if others := differences({"base": file.header["base"]}, {"base": asdict(job.base)}):
+            seen = {name: file.header[name] for name in ("base", "settings")}
+            now = {"base": asdict(job.base), "settings": settings_digest(job.original.config)}
+            if others := differences(seen, now):
                 raise MoesaicError(f"{path} was observed on another model than this: {others[0]}.")
             if "gram_SP" in self.needs and not file.header["gram"]:
                 raise MoesaicError(f"{path} holds no Gram matrices, which reconstruction needs.")
@@ -234,6 +237,7 @@ def observed_layers(job: Job[Arch]) -> list[int]:
 
 _HEADER: Values = {
     "base": dict,
+    "settings": str,
     "dtype": str,
     "layers": list[int],
     "gram": int,
@@ -243,7 +247,7 @@ _HEADER: Values = {
     "samples": int | None,
     "length": int | None,
 }
-_MUST = ("base", "dtype", "layers", "gram", "calibration", "tokens")
+_MUST = ("base", "settings", "dtype", "layers", "gram", "calibration", "tokens")
 
 
 class StatsFile:

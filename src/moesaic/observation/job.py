@@ -37,7 +37,7 @@ from moesaic.io.quantised import QuantisedCheckpoint
 from moesaic.io.source import Source, source_or_model, tokenizer_of
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape
-from moesaic.surgery import base_shape, mtp_blocks
+from moesaic.surgery import base_shape, mtp_blocks, settings_digest
 from moesaic.types import JSON, Config, Model, Tokenizer, Values
 
 logger = logging.getLogger(__name__)
@@ -254,6 +254,7 @@ class Job(Generic[A_co]):
         """
         return {
             "base": asdict(self.base),
+            "settings": settings_digest(self.original.config),
             "dtype": str(self._type),
             "computed_in": str(self.working_type or self._type),
             **values,

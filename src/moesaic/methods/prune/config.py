@@ -249,8 +249,9 @@ CRITERIA = Registry("moesaic.criteria", {}, {c.name: c for c in BUILT_IN})
 QUICK = "pairwise"
 """Score used where all numbers of experts are compared in every layer: sums over pairs of experts,
 since the exact loss would try every set of every size."""
-KEPT = (7 / 8, 3 / 4, 1 / 2)
-"""Shares of the experts that `fit` tries to keep before it makes anything else smaller."""
+KEPT = (7 / 8, 3 / 4, 1 / 2, 1 / 4, 0)
+"""Shares of the experts that `fit` tries to keep before it makes anything else smaller; the last is
+the fewest possible."""
 
 
 @dataclass(frozen=True)

@@ -212,13 +212,13 @@ class SlimConfig(MethodConfig):
             name: str,
             shares: tuple[float, ...],
             priced: int = 8,
-            fills: bool = True,
+            fills: bool = False,
             **options: Any,
         ) -> Family[SlimConfig]:
             configs = [cls(keep=s, score="energy", refit=False, **options) for s in shares]
             return Family(name, configs, careful, priced=priced, fills=fills)
 
-        yield family("slim", model.widths)
+        yield family("slim", model.widths, fills=not model.uneven)
         for block in model.wider:
             wider = [cls(keep=1, multiple=block, refit=False)]
             yield Family(f"widen to blocks of {block}", wider, lambda config: config, removes=False)
@@ -230,9 +230,10 @@ class SlimConfig(MethodConfig):
             widest, options = "slim by layer and expert", {**options, "allocate": "layers+experts"}
             few = 3
         if model.shared:
-            yield family(f"{widest}, shared", shares, few, fills=False, shared=0.5, **options)
+            narrow = {"shared": 0.5, "fills": model.native, **options}
+            yield family(f"{widest}, shared", shares, few, **narrow)
         if model.uneven:
-            yield family(widest, shares, few, **options)
+            yield family(widest, shares, few, fills=True, **options)
 
     @property
     def uneven(self) -> bool:
