@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from builders import contents, edited, equal, inside, weights
-from huggingface_hub import constants, file_download, snapshot_download
+from huggingface_hub import HfApi, constants, file_download, snapshot_download
 from huggingface_hub.file_download import _create_symlink, _get_pointer_path, repo_folder_name
 
 import moesaic
@@ -204,6 +204,14 @@ def test_a_push_that_is_refused_leaves_the_result(hub, refused, tmp_path, monkey
     assert (out / "model.safetensors").exists()
 
 
+def test_a_connection_that_fails_while_pushing_is_named(hub, refused, tmp_path, monkeypatch):
+    """At 7ec61117 "a fault of moesaic"."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    err = refused("push", "prune", "tiny-moe", tmp_path / "out", *QUICK, "--push", "me/it")
+    assert "failed (ConnectError" in err
+    assert f"The result is in {tmp_path / 'out'}" in err
+
+
 FAST = PruneConfig(keep=6, score="aimer", refit=False)
 TEMPLATE = "additional_chat_templates/tool.jinja"
 
@@ -390,6 +398,37 @@ def test_a_repository_that_is_no_model_is_refused_before_anything_large_is_fetch
     with pytest.raises(MoesaicError, match=f"you/it.*{words}|{words}.*you/it"):
         resolve("you/it")
     assert {*asked} <= {"config.json", "pytorch_model.bin.index.json", "adapter_config.json"}
+
+
+def test_a_branch_that_moves_is_read_at_one_commit(hub, moe_folder, monkeypatch):
+    """At 7ec61117 a run could measure one commit and convert another."""
+    hub["you/it"], revisions = contents(moe_folder), []
+    model_info = HfApi.model_info
+
+    def noted(self, name, *, revision=None, **options):
+        revisions.append(revision)
+        return model_info(self, name, revision=revision, **options)
+
+    monkeypatch.setattr(HfApi, "model_info", noted)
+    resolve("you/it")
+    assert revisions.pop(0) is None
+    revisions.clear()
+    resolve("you/it")
+    assert {*revisions} == {COMMIT}
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (401, "not yours.*If it is private or gated, ask for access"),
+        (403, "not yours.*give a token: hf auth login"),
+        (429, "not yours.*Check the name and the connection"),
+    ],
+)
+def test_the_hubs_own_reason_is_said(status, words, hub, moe_folder, monkeypatch):
+    monkeypatch.setattr(Hub, "do_GET", lambda self: self.say({"error": "not yours"}, status))
+    with pytest.raises(MoesaicError, match=words):
+        resolve("you/it")
 
 
 def test_what_transformers_fetched_is_used_without_a_connection(

@@ -42,7 +42,7 @@ from moesaic.io.names import (
 from moesaic.io.naming import NEXT, is_mtp, language, leave_out
 from moesaic.io.outputs import mark_drawn, whole_folder
 from moesaic.io.quantised import describe_format
-from moesaic.io.source import Source, has_tokenizer
+from moesaic.io.source import Source, has_tokenizer, reason_of_hub
 from moesaic.io.trust import check_plain_file, clean_tokenizer, copy_side_files, mapping_of
 from moesaic.methods.base import Decision, Method
 from moesaic.metrics.evaluate import evaluate, text_behind
@@ -683,7 +683,6 @@ def push(result: Named, repo: str, *, token: str | bool | None = None) -> str:
     for file in sorted(folder.rglob("*")):
         check_plain_file(file, folder)  # what a link leads to would be uploaded
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         record = Record.from_json(mapping_of(our_path(folder, RECORD)))
@@ -702,10 +701,9 @@ def push(result: Named, repo: str, *, token: str | bool | None = None) -> str:
         )
         card = report.model_card(record, recipe, repo, has_tokenizer(folder))
         hub.upload_file(path_or_fileobj=card.encode(), path_in_repo=CARD, repo_id=repo)
-    except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()
+    except Exception as error:  # whatever the client's own library of HTTP raises
+        reason, _ = reason_of_hub(error)
         raise MoesaicError(
-            f"push {repo!r} failed ({type(error).__name__}: {reason[0] if reason else '':.160}). "
-            f"The result is in {folder}."
+            f"push {repo!r} failed ({reason}). The result is in {folder}."
         ) from error
     return f"{hub.endpoint}/{repo}"

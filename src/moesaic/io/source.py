@@ -8,7 +8,9 @@ files are known before they are written.
 from __future__ import annotations
 
 import copy
+import errno
 import logging
+import re
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -36,7 +38,7 @@ from transformers.utils.logging import (
     is_progress_bar_enabled,
 )
 
-from moesaic.errors import MoesaicError, is_panic
+from moesaic.errors import FULL, MoesaicError, is_panic, with_causes
 from moesaic.io.checkpoint import (
     FOREIGN,
     INDEX_NAME,
@@ -415,12 +417,19 @@ def resolve(name: str, revision: str | None = None, token: str | bool | None = N
     return Source(name, from_hub(name, revision, token)[0])
 
 
+PATIENCE = 60.0
+"""Seconds that the hub may take to answer."""
+_COMMITS = dict[tuple[str, str, str | None], str]()
+"""Commits that this process read, by endpoint, repository and revision."""
+
+
 def from_hub(
     name: str, revision: str | None = None, token: str | bool | None = None, whole: bool = True
 ) -> tuple[Path, list[str]]:
     """Fetch the files of a model that transformers reads.
 
-    Without a connection only the cache is used.
+    Without a connection only the cache is used. A branch that moves while this process runs is read
+    at the commit of its first use.
 
     Args:
         name: of the repository.
@@ -437,6 +446,10 @@ def from_hub(
     """
     from huggingface_hub import HfApi, snapshot_download
 
+    hub = HfApi(token=token)
+    asked = hub.endpoint, name, revision
+    revision = _COMMITS.get(asked, revision)
+
     def get(files: Iterable[str], because: Exception | None = None) -> Path:
         only: JSON = {"allow_patterns": [*map(escape, files)]}
         only["local_files_only"] = because is not None
@@ -446,7 +459,7 @@ def from_hub(
             raise _unreachable(name, because or error) from error
 
     try:
-        found = HfApi(token=token).model_info(name, revision=revision)
+        found = hub.model_info(name, revision=revision, timeout=PATIENCE)
         names = [file.rfilename for file in found.siblings or ()]
     except Exception as error:
         folder = get(["config.json"], error)
@@ -459,6 +472,8 @@ def from_hub(
         first_file(names, {}, name)
         raise MoesaicError(f"{name} has no config.json; is it a model?")
     folder = get(filter(_is_small, names))
+    if folder.parent.name == "snapshots":
+        revision = _COMMITS[asked] = folder.name
     weights = shards(folder, names, name)
     if whole and not all((folder / file).exists() for file in weights):
         folder = get(weights)
@@ -476,13 +491,31 @@ def _is_small(file: str) -> bool:
     return any(fnmatch(file, p) and file.count("/") == p.count("/") for p in SMALL)
 
 
-def _unreachable(name: str, error: Exception) -> MoesaicError:
+def _unreachable(name: str, error: Exception) -> Exception:
     """Return the error for a repository that cannot be fetched, with the reason."""
-    reason = shorten(str(error), 120, placeholder=" ...")
-    return MoesaicError(
-        f"{name} could not be fetched from the hub ({type(error).__name__}: {reason}). "
-        "Check the name and the connection, or pass the folder of a downloaded copy."
-    )
+    reason, status = reason_of_hub(error)
+    numbers = {getattr(one, "errno", None) for one in with_causes(error)}
+    if numbers & {*FULL}:
+        return error  # which is explained as that of any other file
+    advice = "Check the name and the connection, or pass the folder of a downloaded copy."
+    if status in (401, 403, 404):
+        advice = (
+            "Check the name. If it is private or gated, ask for access on its page, and give a "
+            "token: hf auth login, or HF_TOKEN."
+        )
+    elif numbers & {errno.EACCES, errno.EROFS, errno.EPERM} or isinstance(error, FileNotFoundError):
+        advice = "Can the hub's cache be written? HF_HOME says where it is."
+    return MoesaicError(f"{name} could not be fetched from the hub ({reason}). {advice}")
+
+
+def reason_of_hub(error: BaseException) -> tuple[str, int | None]:
+    """Return the reason why the hub failed, in its own words, and its status if it answered."""
+    chain = [*with_causes(error)]
+    answered = [one for one in chain if getattr(one, "response", None) is not None]
+    one = answered[0] if answered else error
+    words = re.sub(r"\(?Request ID: [^)\s]*\)?;?", "", " ".join(str(one).split()))
+    status = answered[0].response.status_code if answered else None  # type: ignore[attr-defined]
+    return f"{type(one).__name__}: {shorten(words, 200, placeholder=' ...')}", status
 
 
 def source_or_model(
