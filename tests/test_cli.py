@@ -111,6 +111,7 @@ AT_ONCE = """
 carve MODEL OUT --method magic | unknown method 'magic'; known: more
 carve MODEL OUT --method mor | Did you mean 'more'?
 carve MODEL OUT --method more --tau 3 | --tau is an option of --method tomoe, not of more
+carve MODEL OUT --experts 0 | --experts 0 must be at least 1
 carve MODEL OUT --tua 3 | No such option of carve: --tua. Did you mean '--tau'?
 carve MODEL OUT --variant best | --variant 'best' is none of full, backbone
 carve MODEL OUT -o beta=1 | beta is not an option of carve, method more; known: active
@@ -170,7 +171,8 @@ fit MIXTURE OUT --memory 50% | --memory '50%' is not a number of bytes
 fit MIXTURE OUT --max-loss nan | --max-loss must be a number; got nan
 fit MIXTURE OUT --memory 9MB --data no.txt | No text file at no.txt
 tiny-moe --memory much --out OUT | number of bytes
-tiny-moe --max-kl -1 --out OUT | --max-kl -1 must be above 0
+tiny-moe --max-kl -1 --out OUT | --max-kl -1 must be a number above 0
+tiny-moe --max-kl 1e400 --out OUT | --max-kl inf must be a number above 0
 tiny-moe --memory 8MB --max-kl 0.1 --out OUT | --memory and --max-kl are two goals
 tiny-moe --yse --out OUT | Did you mean '--yes'?
 observe /nowhere OUT | No model folder

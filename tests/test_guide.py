@@ -314,6 +314,25 @@ def test_a_search_that_finds_nothing_leaves_nothing(moe_folder, refused, monkeyp
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize(
+    ("goal", "said"),
+    [
+        ('{"memory": "abc", "max_kl": null}', "memory is 'abc'"),
+        ('{"x": 1}', "no 'memory'"),
+        ('{"memory": null, "max_kl": null}', "it holds no goal"),
+        ('{"memory": 1e400, "max_kl": null}', "memory is inf"),
+        ('{"memory": 0, "max_kl": -3}', "max-kl -3 must be a number above 0"),
+    ],
+)
+def test_a_goal_that_was_kept_and_is_none_is_refused(
+    goal, said, moe_folder, refused, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out.search").mkdir()
+    (tmp_path / "out.search" / "goal.json").write_text(goal)
+    refused(said, moe_folder, "--out", "out", "--resume", "--yes")
+
+
 def test_without_stdin_nothing_is_asked(refused, monkeypatch, tmp_path):
     """As of a service, which is begun without one."""
     monkeypatch.chdir(tmp_path)

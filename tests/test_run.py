@@ -9,7 +9,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
-from builders import equal, inside, pages, weights
+from builders import edited, equal, inside, pages, stored, tiny_moe, weights
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -335,3 +335,22 @@ def test_without_a_tokenizer_token_ids_will_do(verb, llama_folder, tokens, tmp_p
     assert found.tokens > 0
     with pytest.raises(MoesaicError, match="no tokenizer files"):
         run_recipe(replace(asked, out=str(tmp_path / "other"), evaluation=Evaluation()))
+
+
+def test_nothing_is_continued_with_another_config(tmp_path):
+    """At 7ec61117 early layers were decided by the old one, later ones by the new."""
+    base = stored(tiny_moe("mixtral"), tmp_path / "base")
+    text = {"calibration": pages("calibration"), "samples": 2, "length": 16}
+    stats = moesaic.observe(base, tmp_path / "model.stats", **text)
+
+    def slim(**options):
+        return moesaic.slim(base, keep=0.5, resume_from=tmp_path / "work", **text, **options)
+
+    slim()
+    edited(base / "config.json", use_cache=False, transformers_version="4.0")
+    slim()
+    edited(base / "config.json", rms_norm_eps=0.3)
+    with pytest.raises(MoesaicError, match="its config.json is another"):
+        slim()
+    with pytest.raises(MoesaicError, match="another model than this: its config.json is another"):
+        moesaic.prune(base, keep=4, stats=stats)

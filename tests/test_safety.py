@@ -248,6 +248,17 @@ def test_what_killed_runs_left_is_removed_but_never_the_only_result(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_files_in_the_place_of_a_lock_or_a_run_are_refused(tmp_path, refused):
+    """A pipe would be waited for."""
+    ask = "slim", "tiny-moe", tmp_path / "out", "--keep", 0.5, "--no-eval"
+    (tmp_path / "out.partial").touch()
+    for more in ((), ("--resume",)):
+        refused("is no folder of an unfinished run", *ask, *more)
+    (tmp_path / "out.partial").unlink()
+    os.mkfifo(tmp_path / ".out.lock")
+    refused("No such device", *ask)
+
+
 @pytest.mark.parametrize("unfinished", [outputs.run_folder, outputs.search_folder])
 def test_an_unfinished_run_is_removed_whole_and_swept_if_that_was_killed(
     unfinished, tmp_path, monkeypatch

@@ -228,7 +228,7 @@ def emit(as_json: bool, data: object, view: object) -> None:
 
 def push_result(folder: str, repo: str | None) -> dict[str, str]:
     """Upload a result if a repository is named; return its address as ``pushed``, or nothing."""
-    if not repo:
+    if repo is None:
         return {}
     from moesaic.result import push
 
@@ -244,7 +244,7 @@ def carry_out(
     for step in recipe.steps:
         if step.idle:
             raise MoesaicError(f"{step.idle}: give another value.")
-    if push:
+    if push is not None:
         check_repository(push)
     check_run(recipe, overwrite=overwrite)  # before anything slow is imported
     print_start(recipe.model)

@@ -6,6 +6,7 @@ The latter prints whether a model fits this machine, searches, and asks what to 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ from moesaic.config import BASELINES, Calibration, Evaluation, GgufType, in_unit
 from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
 from moesaic.io.names import check_repository
-from moesaic.io.outputs import discard, output_lock, search_folder
-from moesaic.io.trust import mapping_of
+from moesaic.io.outputs import discard, output_lock, search_folder, whole_file
+from moesaic.io.trust import check_fields, mapping_of, reading
 from moesaic.recipe import Recipe, check_anew, check_run, command_of, parse_as
 from moesaic.types import JSON, expand_home
 
@@ -54,7 +55,7 @@ def fit(
     """Find the recipe of least KL within a budget, and carry it out."""
     recipe = _search_recipe(model, out, options)
     config = parse_as(FitConfig, options, "")
-    if push:
+    if push is not None:
         check_repository(push)
     check_run(recipe, overwrite=overwrite)  # before anything slow is imported
     shared.print_start(model)
@@ -140,6 +141,10 @@ class Goal:
     memory: int | None = None
     max_kl: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.max_kl is not None and not 0 < self.max_kl < math.inf:
+            raise MoesaicError(f"max_kl {self.max_kl:g} must be a number above 0.")
+
     def __str__(self) -> str:
         return in_unit(self.memory) if self.memory else f"a KL of at most {self.max_kl:g}"
 
@@ -206,8 +211,6 @@ def guide(
     asked_for = Goal(config.memory if "memory" in options else None, max_kl)
     if asked_for.memory and max_kl is not None:
         raise MoesaicError("--memory and --max-kl are two goals: give one.")
-    if max_kl is not None and not max_kl > 0:
-        raise MoesaicError(f"max_kl {max_kl:g} must be above 0.")
     check_run(recipe, overwrite=overwrite)  # before anything slow is imported
     check_anew(recipe, overwrite=overwrite, resume=resume)
     shared.print_start(model)
@@ -223,7 +226,8 @@ def guide(
     with output_lock(Path(recipe.out)):
         first = goal.budgets(machine["weight_bytes"], config.native)[0]
         search = open_search(recipe, first, **again, track=bars, notify=print_notice)
-        (search.work / GOAL).write_text(json.dumps(asdict(goal)), "utf-8")
+        with whole_file(search.work / GOAL) as partial:
+            partial.write_text(json.dumps(asdict(goal)), "utf-8")
         try:
             points = measure(search, front(search, goal, machine["weight_bytes"]))
         except MoesaicError:
@@ -323,7 +327,12 @@ def _goal(machine: JSON, wanted: Goal, work: Path, resume: bool, ask: bool) -> G
     if wanted != Goal():
         return wanted
     if resume and (work / GOAL).is_file():
-        goal = Goal(**mapping_of(work / GOAL))
+        with reading(work / GOAL, "Remove it, and give the goal again."):
+            kept = mapping_of(work / GOAL)
+            check_fields(kept, {"memory": int | None, "max_kl": int | float | None})
+            goal = Goal(kept["memory"], kept["max_kl"])
+            if goal == Goal():
+                raise ValueError("it holds no goal")
         print_words(f"Continuing with: {goal}.")
         return goal
     if size > room:
@@ -337,7 +346,7 @@ def _goal(machine: JSON, wanted: Goal, work: Path, resume: bool, ask: bool) -> G
     while True:
         answer = prompt("Largest KL (0: leave it as it is)", f"{MAX_KL:g}")
         with suppress(ValueError):
-            if (most := float(answer)) >= 0:
+            if 0 <= (most := float(answer)) < math.inf:
                 return Goal(max_kl=most) if most else None
         print_words(f"{answer!r} is no KL: give 0 or more.")
 

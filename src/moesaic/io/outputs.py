@@ -33,7 +33,7 @@ STATISTICS = re.compile(rb'.{8}\{"__metadata__":\{"moesaic":', re.DOTALL)
 GGUF = re.compile(b"GGUF")
 DRAWING = re.compile(b"<[^>]*>" + DRAWN.encode())
 """Patterns of the first bytes of statistics, GGUF files and drawings: older outputs."""
-NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+NO_LINK, NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
 SCRATCH = re.compile(
     r"(request|machine|goal)\.json|(layer-|stats).*\.safetensors|(step|tried)-.*\.json|best\.yaml|"
     r".*\.stats|\..*\.(writing|lock)"
@@ -63,6 +63,7 @@ def check_unfinished(folder: Path, overwrite: bool, resume: bool, what: str = "r
         resume: True if it is continued.
         what: what it is, in words.
     """
+    _check_folder(folder)
     if folder.exists() and not (overwrite or resume):
         raise MoesaicError(
             f"{folder} holds an unfinished {what}: continue it with resume=True (--resume), or "
@@ -180,10 +181,15 @@ def _check_ours(folder: Path) -> None:
         )
 
 
-def _check_scratch(folder: Path) -> None:
-    """Refuse to delete a folder that has an unfinished run's name but other content."""
+def _check_folder(folder: Path) -> None:
+    """Refuse a file or a link that has the name of an unfinished run."""
     if folder.is_symlink() or folder.is_file():
         raise MoesaicError(f"{folder} is no folder of an unfinished run. Move it away.")
+
+
+def _check_scratch(folder: Path) -> None:
+    """Refuse to delete a folder that has an unfinished run's name but other content."""
+    _check_folder(folder)
     for file in sorted(folder.iterdir()) if folder.exists() else ():
         if file.is_symlink() or not (file.is_dir() or SCRATCH.fullmatch(file.name)):
             raise MoesaicError(
@@ -206,7 +212,8 @@ def _lock_of(out: Path) -> Path:
 
 def _acquired(lock: FileLock, file: Path, wait: bool) -> bool:
     """Acquire a lock; return False if its holder removed the file meanwhile: it locks nothing."""
-    opened = os.open(file, os.O_WRONLY | os.O_CREAT | NO_LINK, 0o666)
+    # a pipe that nobody reads is refused instead of waited for
+    opened = os.open(file, os.O_WRONLY | os.O_CREAT | NO_WAIT | NO_LINK, 0o666)
     try:
         lock.acquire(-1 if wait else 0)
         with suppress(FileNotFoundError):

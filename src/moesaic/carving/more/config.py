@@ -69,7 +69,7 @@ class MoREConfig(MethodConfig):
         idle=(1, "leaves nothing out"),
     )
     experts: int = option(
-        4, "Petals of a layer; with top_k 0 at most half as many as it has neurons."
+        4, "Petals of a layer; with top_k 0 at most half as many as it has neurons.", minimum=1
     )
     top_k: int = option(
         1,
