@@ -226,6 +226,19 @@ def test_variables_that_the_user_set_are_kept(monkeypatch):
     assert os.environ[ours] == entry.ENVIRONMENT[ours]
 
 
+def test_a_signal_to_end_interrupts_as_ctrl_c_does(monkeypatch, capsys):
+    """What timeout, systemd, docker and Slurm send: nothing of the size of a model is left."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(entry, "app", lambda **_: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            entry.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 130
+    assert "Interrupted." in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def try_install():
     sys.path.insert(0, str(ROOT / "scripts"))

@@ -150,7 +150,8 @@ def test_a_result_is_pushed_whole(hub, done, tmp_path, monkeypatch):
     out = tmp_path / "out"
     done("prune", "tiny-moe", out, *QUICK)
     shards = ("model-00001-of-00002.safetensors", "model.safetensors.index.json")
-    hub["me/whole"] = dict.fromkeys([*shards, "notes.md"], b"of an earlier result")
+    stale = *shards, "chat_template.jinja", "added_tokens.json", "moesaic/model-q8_0.gguf"
+    hub["me/whole"] = dict.fromkeys([*stale, "notes.md"], b"of an earlier result")
     assert moesaic.push(out, "whole").endswith("/me/whole")
     files = hub["me/whole"]
     assert files.keys() == {*inside(out), "notes.md"}

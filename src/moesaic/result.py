@@ -31,10 +31,12 @@ from moesaic.io.checkpoint import IN_MEMORY, ShardWriter, cast, model_fingerprin
 from moesaic.io.models import dtype_by_name, skeleton_of, untouched
 from moesaic.io.names import (
     CARD,
+    FOLDER,
     PAGE,
     PROCESSORS,
     RECIPE,
     RECORD,
+    SIDE_FILES,
     check_repository,
     our_folder,
     our_path,
@@ -651,7 +653,7 @@ def save_applied(
 
 # --- the hub -------------------------------------------------------------------------------------
 
-WEIGHTS = ("model.safetensors*", "model-*-of-*.safetensors")
+EARLIER = ("model.safetensors*", "model-*-of-*.safetensors", f"{FOLDER}/*", *SIDE_FILES)
 """Files of an earlier result in the repository, which would be loaded beside a new one's."""
 
 
@@ -696,7 +698,7 @@ def push(result: Named, repo: str, *, token: str | bool | None = None) -> str:
             repo_id=repo,
             folder_path=folder,
             ignore_patterns=[CARD],
-            delete_patterns=[*WEIGHTS],
+            delete_patterns=[*EARLIER],
             commit_message=title,
         )
         card = report.model_card(record, recipe, repo, has_tokenizer(folder))

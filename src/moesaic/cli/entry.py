@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -140,6 +141,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding may lack characters
         sys.stdout.reconfigure(errors="replace")
     set_environment()
+    if not _several():  # whose launcher ends them by it
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's Ctrl-C
     with exit_on_error():
         if _several():
             from moesaic.distributed import join_processes
