@@ -29,7 +29,7 @@ import moesaic
 from moesaic import CondenseConfig, Evaluation, MoesaicError, PruneConfig, RunArgs
 from moesaic.arch.lookup import dense_arch
 from moesaic.carving.carved_layer import CarvedFFN
-from moesaic.carving.overlapping_layer import OverlappingLayer, set_form
+from moesaic.carving.overlapping_layer import OverlappingLayer
 from moesaic.distributed import own_device
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.evaluate import ROOM, measured_text
@@ -55,9 +55,7 @@ def overlapping():
     rows = [torch.randperm(64, generator=torch.Generator().manual_seed(i))[:40] for i in range(3)]
     experts = torch.stack(rows).sort(1).values
     layers = {i: OverlappingLayer(experts.clone(), drawn(3, 32, seed=i)) for i in range(4)}
-    model = converted(tiny_model("llama"), layers)
-    set_form(model, "moe")
-    return model
+    return converted(tiny_model("llama"), layers)
 
 
 MODELS = {

@@ -485,22 +485,14 @@ class DenseFFN:
         """Return the block's output (T, D) for hidden activations h."""
         return F.linear(h_TM, self.down_DM, self.down_bias_D)
 
-    def _part(self, take: Callable[[Tensor, int], Tensor]) -> DenseFFN:
-        """Return the neurons that ``take`` takes of a tensor's axis, without the output bias."""
-        gate, up_bias, gate_bias = (
-            None if tensor is None else take(tensor, 0)
-            for tensor in (self.gate_MD, self.up_bias_M, self.gate_bias_M)
-        )
-        up_MD, down_DM = take(self.up_MD, 0), take(self.down_DM, 1)
-        return DenseFFN(up_MD, down_DM, gate, self.act, up_bias, gate_bias)
-
     def neurons(self, start: int, stop: int) -> DenseFFN:
         """Return neurons ``start`` to ``stop`` as a block: views, and no output bias."""
-        return self._part(lambda tensor, axis: tensor.narrow(axis, start, stop - start))
-
-    def select(self, neurons: Tensor) -> DenseFFN:
-        """Return some neurons as a block of their own: copies, and no output bias."""
-        return self._part(lambda tensor, axis: tensor.index_select(axis, neurons))
+        own = slice(start, stop)
+        gate, up_bias, gate_bias = (
+            None if tensor is None else tensor[own]
+            for tensor in (self.gate_MD, self.up_bias_M, self.gate_bias_M)
+        )
+        return DenseFFN(self.up_MD[own], self.down_DM[:, own], gate, self.act, up_bias, gate_bias)
 
     def split(self, sizes: Sequence[int]) -> list[DenseFFN]:
         """Split all neurons into blocks of these sizes, faster than by :meth:`neurons`."""

@@ -9,7 +9,7 @@ Shape suffixes: N experts, W neurons of an expert, D hidden size, A size of a he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, AttentionNames, DenseFFN, LayerUse, RoutedModule, weight_of
+from moesaic.arch.dense import Arch, AttentionNames, LayerUse, RoutedModule, weight_of
 from moesaic.carving.carved_layer import CarvedFFN, CarvedLayer, put_carved
 from moesaic.errors import MoesaicError, quote
 from moesaic.modules.running import RunningTokens, gumbel
@@ -25,20 +25,15 @@ from moesaic.plans.base import Description, Header, LayerPlan, Sizes, State, che
 from moesaic.plans.neurons import narrow_linear, of_ffn
 from moesaic.types import JSON, Values
 
-FORMS = ("moe", "pseudo")
-
 
 class OverlappingFFN(CarvedFFN):
     """Carved FFN without a backbone whose petals may share neurons (ToMoE, Eqs. 12-13).
 
-    The weights are the base's own, in the base's order. ``form`` chooses how they run, with the
-    same result: ``pseudo`` runs the dense block and masks it (Eq. 17), at the dense block's cost;
-    ``moe`` gathers each expert's weights and runs it over its tokens, which pays for thousands of
-    tokens.
+    The weights are the base's own, in the base's order: the dense block runs, and is masked
+    (Eq. 17).
     """
 
     experts: Tensor
-    form = "pseudo"
     shares = True
 
     def __init__(self, *args: Any) -> None:
@@ -47,23 +42,11 @@ class OverlappingFFN(CarvedFFN):
         self.register_buffer("experts", torch.empty(shape, dtype=torch.int64))
 
     def _worth_moving(self, x_TD: Tensor, on_TR: Tensor) -> bool:
-        return self.form == "moe" and not self._called()
-
-    def _parts(self, ffn: DenseFFN) -> Iterable[DenseFFN]:
-        return map(ffn.select, self.experts)
+        return False
 
     def _by_neuron(self, on_TR: Tensor, width: int) -> Tensor:
         on_RM = torch.zeros(len(self.petals), width, device=on_TR.device)
         return on_TR @ on_RM.scatter_(1, self.experts, 1)
-
-
-def set_form(model: nn.Module, form: str) -> None:
-    """Set the form in which a model's overlapping experts run."""
-    if form not in FORMS:
-        raise ValueError(f"form {form!r} is not one of {FORMS}")
-    for module in model.modules():
-        if isinstance(module, OverlappingFFN):
-            module.form = form
 
 
 # --- attention -----------------------------------------------------------------------------------
