@@ -158,6 +158,7 @@ prune MIXTURE OUT --keep 6 --data code=0 | weight of code must be above 0
 prune MIXTURE OUT --keep 6 --calibration code=0 | weight of code must be above 0
 prune MIXTURE OUT --keep 6 --no-eval --baseline q8_0 | --baseline is for measuring: not with
 slim MIXTURE OUT --keep 1 | --keep 1 removes nothing
+slim MIXTURE OUT -o =3 | -o '=3' is not NAME=VALUE
 slim MIXTURE OUT --allocate unifrom | Did you mean 'uniform'?
 skip MIXTURE OUT --quantile 0 | --quantile 0 skips nothing
 skip MIXTURE OUT --top-k two | 'two' is not a whole number

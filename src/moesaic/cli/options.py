@@ -208,7 +208,7 @@ def pairs(arguments: Sequence[str]) -> JSON:
     values: JSON = {}
     for pair in arguments:
         key, equals, value = pair.partition("=")
-        if not equals:
+        if not (key and equals):
             raise MoesaicError(f"-o {pair!r} is not NAME=VALUE.")
         if key in values:
             raise MoesaicError(f"{key} is given twice; give one value.")
