@@ -367,6 +367,22 @@ def test_processes_share_the_batches(llama_folder, carved_folder, moe_folder, qu
 # --- the command ---------------------------------------------------------------------------------
 
 
+def test_no_question_is_among_its_own_examples(tmp_path):
+    """lm-eval leaves it out only where both are named to be of one split."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.task import ConfigurableTask
+
+    rows = [{"question": f"{n}?", "choices": ["no", "yes"], "answer": n % 2} for n in range(6)]
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (task,) = wanted_tasks(str(file), shots=5)
+    made = ConfigurableTask(config=dict(task.request))
+    made.set_fewshot_seed(1234)
+    for row in made.test_docs():
+        asked = made.fewshot_context(row, num_fewshot=5)
+        assert sorted(re.findall(r"(\d)\?", asked)) == list("012345")
+
+
 def test_eval_prints_all_of_it(done, carved_folder, llama_folder, questions):
     given = ["eval", carved_folder, "--against", llama_folder]
     quick = ["--max-tokens", "320", "--length", "32", "--limit", "4", "--data", pages("evaluation")]

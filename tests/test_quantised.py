@@ -12,6 +12,7 @@ from builders import (
     applied,
     drawn,
     edited,
+    equal,
     int4_config,
     loaded,
     logits,
@@ -30,7 +31,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moesaic import MoesaicError, PruneConfig, SlimConfig, Tokens
-from moesaic.api import evaluate, verb
+from moesaic.api import apply, evaluate, verb
 from moesaic.arch.lookup import dense_arch, moe_arch
 from moesaic.io.formats import BlockFp8, CompressedTensors, Mxfp4, Mxfp4Experts, e4m3
 from moesaic.io.quantised import Packed, quantization_of
@@ -726,3 +727,15 @@ def test_a_format_that_is_not_read_is_refused_by_its_name(said, beside, words, t
     ):
         with pytest.raises(MoesaicError, match=re.escape(words)):
             act()
+
+
+@pytest.mark.parametrize("base", ["fp8", "int4"])
+def test_a_chain_in_memory_is_rebuilt_by_its_plan(base, request, tmp_path):
+    """In the type that it was in there: at 80124811 apply quantised it again."""
+    folder = str(request.getfixturevalue(base))
+    few = PruneConfig(keep=4, score="frequency", refit=False)
+    first = verb("prune", folder, few, calibration=TEXT)
+    narrow = SlimConfig(keep=0.5, score="energy", refit=False)
+    out = verb("slim", first, narrow, calibration=TEXT).save(tmp_path / "out")
+    apply(folder, out, tmp_path / "again")
+    assert equal(weights(out), weights(tmp_path / "again"))

@@ -158,7 +158,10 @@ class Plan:
             check_links(path)
         file = our_path(path, PLAN) if path.is_dir() else path
         if not file.is_file():
-            raise MoesaicError(f"No plan at {path}: expected a folder with {PLAN}.")
+            raise MoesaicError(
+                f"No plan at {path}: expected a folder with {PLAN}. Results whose weights were "
+                "trained have none."
+            )
         check_plain_file(file.with_name(PLAN_TENSORS), file.parent)
         with reading(f"The plan at {path}"):
             header = mapping_of(file)

@@ -117,7 +117,7 @@ class Result(MadeModel):
         """Plan of the result with those of earlier steps; None if weights were trained."""
         if self.plan is None or self.decision.trained is not None:
             return None
-        kind = self.job.dtype if self.job.on_disk else None
+        kind = self.job.dtype if self.job.on_disk else self.job.original.dtype
         dtype = str(kind or "auto").removeprefix("torch.")
         return replace(self.plan, dtype=dtype, earlier=self._earlier)
 
@@ -269,6 +269,11 @@ class Result(MadeModel):
                 tokenizer = self.job.tokenizer
             if self.job.on_disk and self.job.original.beside:
                 logging.getLogger(__name__).warning(ALONE)
+            if self._before_it is not None and self._before_it.job.mtp_layers:
+                logging.getLogger(__name__).warning(
+                    "A result in memory has no MTP layers, and this one is saved without them. To "
+                    "keep them, save the first result, and pass its folder."
+                )
             hub.save_live(self.model, tokenizer, folder, self._carried)
         if plan is not None:
             plan.save(our_folder(folder))

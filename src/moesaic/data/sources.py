@@ -333,6 +333,7 @@ class Task:
             "task": self.called,
             "custom_dataset": data,
             "test_split": "test",
+            "fewshot_split": "test",  # or a question may be among its own examples
             "output_type": "multiple_choice",
             "doc_to_text": "Question: {{question}}\nAnswer:",
             "doc_to_choice": "{{choices}}",

@@ -1,8 +1,8 @@
 """Types of the tensors of a GGUF file: those with the least estimated KL within a budget of bytes.
 
-A group of tensors is a layer's attention, the gates and ups of its FFN, its downs, its shared
-expert, the embeddings, or the head. If KLs of quantising each group to each type add up, the best
-types are a knapsack with one choice a group, of which scipy's milp finds the optimum:
+A group of tensors is a layer's attention, the gates and ups of its FFN, its downs, both of its
+shared expert, the embeddings, or the head. If KLs of quantising each group to each type add up,
+the best types are a knapsack with one choice a group, of which scipy's milp finds the optimum:
 
     min sum_gt x_gt KL_gt  with  sum_gt x_gt bytes_gt <= budget,  sum_t x_gt = 1,  x_gt in {0, 1}
 
@@ -63,7 +63,7 @@ def _group_of(name: str, layers: int) -> str:
     >>> _group_of("blk.5.ffn_gate_exps.weight", 9), _group_of("blk.5.ffn_down_exps.weight", 9)
     ('gate-up 5', 'down 5')
     >>> _group_of("blk.1.attn_q.weight", 9), _group_of("blk.9.ffn_down_shexp.weight", 9)
-    ('attn 1', 'shared 8')
+    ('attn 1', 'shared-down 8')
     >>> _group_of("token_embd.weight", 9), _group_of("output.weight", 9)
     ('embeddings', 'head')
     """
@@ -73,7 +73,7 @@ def _group_of(name: str, layers: int) -> str:
     number, down, ffn, rest = match.groups()
     part = "down" if down else "gate-up" if ffn else "attn"
     if rest.endswith("_shexp"):
-        part = "shared"
+        part = "shared-down" if down else "shared"
     return f"{part} {min(int(number), layers - 1)}"
 
 
@@ -131,7 +131,7 @@ class Layout:
                 filled up to whole blocks with zeros.
         """
         tensors = self._tensors_of[group]
-        if filled and group.startswith("down"):
+        if filled and group.startswith(("down", "shared-down")):
             tensors = {name: tensor.filled(type) for name, tensor in tensors.items()}
         weighed = group not in OUTSIDE
         return {name: tensor.as_type(type, weighed).type for name, tensor in tensors.items()}

@@ -281,7 +281,8 @@ class SlimConfig(MethodConfig):
     @property
     def pads(self) -> bool:
         """True if nothing is removed and widths are rounded up."""
-        return self.keep == 1 and self.multiple is not None and self.allocate == "uniform"
+        uniform = self.allocate == "uniform" and self.shared is None
+        return self.keep == 1 and self.multiple is not None and uniform
 
     @property
     def idle(self) -> str:
