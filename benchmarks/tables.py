@@ -493,7 +493,9 @@ def centres(rows: Points, *kinds: str) -> list[tuple[float, float, str]]:
 
 def picture_of_files(figure: Any) -> None:
     """KL over megabytes, a panel a model."""
-    for axes, (model, rows) in zip(figure.subplots(2, 2).flat, below().items(), strict=True):
+    panels = figure.subplots(2, 3).flat
+    panels[-1].set_axis_off()
+    for axes, (model, rows) in zip(panels, below().items(), strict=False):
         for kind, colour in COLOURS.items():
             named = centres(rows, kind)
             style = "o-" if kind in (FIT, PLAIN_TYPE) else "o"

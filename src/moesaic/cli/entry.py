@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -141,7 +142,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding may lack characters
         sys.stdout.reconfigure(errors="replace")
     set_environment()
-    if not _several():  # whose launcher ends them by it
+    # several processes are ended by their launcher; threads of other programs take no signals
+    if not _several() and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's Ctrl-C
     with exit_on_error():
         if _several():
