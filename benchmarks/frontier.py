@@ -72,7 +72,7 @@ def measured(model: str, data: str, tokens: int) -> dict[str, float | None]:
     """Perplexity on a text, the one that ships if it is empty, and divergence from the dense."""
     text = evaluation_tokens(data, resolve(MODEL).tokenizer, WINDOW, int(tokens))
     if model.endswith(".gguf"):  # keys and values in float32, too
-        runner: Any = InLlamaCpp(Path(model), WINDOW + 8, exact=True)
+        runner: Any = InLlamaCpp(Path(model), WINDOW + 8)
     else:
         runner = InMemory(loaded(model))
     score = qualities([runner, InMemory(loaded(MODEL))], text)[0]
