@@ -222,8 +222,10 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
 
     def _multiple(self, job: Job[Arch]) -> int | None:
         """Return the number that widths must be a multiple of; None if any width will do."""
-        multiple, mixture = self.config.multiple, any(job.base.experts)
-        block = job.format.whole if job.format and mixture else 0
+        multiple, widths = self.config.multiple, [job.base.widths[i] for i in job.base.routed]
+        block = job.format.whole if job.format and widths else 0
+        if job.format and job.format.loose and max(widths, default=0) <= block:
+            block = 0  # a part of one group is a group
         if multiple is not None and block and multiple % block:
             raise MoesaicError(
                 f"multiple {multiple}: this checkpoint stores experts in blocks of {block}, so "
