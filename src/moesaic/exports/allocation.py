@@ -94,7 +94,7 @@ class Layout:
         return {name: _group_of(name, self.layers) for name in quantised}
 
     @cached_property
-    def _tensors_of(self) -> dict[str, dict[str, quantiser.FileTensor]]:
+    def tensors_of(self) -> dict[str, dict[str, quantiser.FileTensor]]:
         """Tensors of each group, by name."""
         tensors = defaultdict[str, dict[str, quantiser.FileTensor]](dict)
         for name, group in self.group_of.items():
@@ -130,18 +130,21 @@ class Layout:
             filled: True if rows of down projections, whose length is the width of the FFN, are
                 filled up to whole blocks with zeros.
         """
-        tensors = self._tensors_of[group]
+        tensors = self.tensors_of[group]
         if filled and group.startswith(("down", "shared-down")):
             tensors = {name: tensor.filled(type) for name, tensor in tensors.items()}
         weighed = group not in OUTSIDE
         return {name: tensor.as_type(type, weighed).type for name, tensor in tensors.items()}
 
-    def bits(self, types: Types) -> float:
-        """Return the bits a weight of some tensors in types, which are given by name."""
-        numel = {name: self.tensors[name].numel for name in types}
-        return sum(n * quantiser.bits(types[name]) for name, n in numel.items()) / sum(
-            numel.values()
-        )
+    def growth(self, before: Types, after: Types) -> float:
+        """Return the factor by which errors of some tensors grow from types to others.
+
+        Each bit less a weight, in the mean of the tensors, is a factor of :data:`OF_A_BIT`.
+        """
+        numel = {name: self.tensors[name].numel for name in before}
+        fewer = {name: quantiser.bits(before[name]) - quantiser.bits(after[name]) for name in numel}
+        total = sum(n * fewer[name] for name, n in numel.items())
+        return float(OF_A_BIT ** (total / sum(numel.values())))
 
     def size(self, types: Mapping[str, str]) -> int:
         """Return the bytes of a file with types by groups."""
@@ -223,11 +226,9 @@ def prices_in(prices: PriceTable, of: Layout, layout: Layout) -> dict[str, dict[
     def price(group: str, type: str) -> Price:
         wanted = layout.types_in(group, type)
         for other in (type, *prices):
-            priced = of.types_in(group, other, filled=True)
-            if group in prices[other] and priced == wanted:
+            if group in prices[other] and of.types_in(group, other, filled=True) == wanted:
                 return prices[other][group]
-        priced = of.types_in(group, type, filled=True)
-        return prices[type][group] * OF_A_BIT ** (layout.bits(priced) - layout.bits(wanted))
+        return prices[type][group] * layout.growth(of.types_in(group, type, filled=True), wanted)
 
     groups = max(prices.values(), key=len, default={})
     whole = [type for type, of_type in prices.items() if len(of_type) == len(groups)]

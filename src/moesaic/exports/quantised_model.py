@@ -428,8 +428,8 @@ class QuantisedModel:
 
     def _experts(self, group: str) -> tuple[int, ...]:
         """Return the shape of a group's experts (inputs, rows, count); () of other groups."""
-        stacked = (n for n in self._tensors(group) if "_exps." in n)
-        return next((self.layout.tensors[name].shape for name in stacked), ())
+        tensors = self.layout.tensors_of[group].items()
+        return next((tensor.shape for name, tensor in tensors if "_exps." in name), ())
 
     def change(self, types: Types) -> PartChange:
         """Return the change that quantises a layer while a stream has it open.
@@ -445,15 +445,13 @@ class QuantisedModel:
     def _priced(self, types: Sequence[str], filled: bool) -> Iterator[tuple[str, str]]:
         """Yield groups of tensors and the types that each is priced in.
 
-        If rows are filled up, these include the types that tensors have without.
+        If rows are filled up, these include the types that tensors have otherwise.
         """
+        types_in = self.layout.types_in
         for group in self.groups:
-            own = [t for type in types for t in self.layout.types_in(group, type).values()]
-            differ = filled and any(
-                self.layout.types_in(group, type, filled) != self.layout.types_in(group, type)
-                for type in types
-            )
-            yield from product([group], dict.fromkeys([*types, *own] if differ else types))
+            differ = (t for t in types if types_in(group, t, filled) != types_in(group, t))
+            others = [other for type in differ for other in types_in(group, type).values()]
+            yield from product([group], dict.fromkeys([*types, *others]))
 
     def changes(self, types: Sequence[str], filled: bool = False) -> list[Change]:
         """Return changes that quantise one group of tensors to one type each, group by group.
@@ -484,10 +482,6 @@ class QuantisedModel:
         if group == EMBEDDINGS and HEAD not in self.groups:
             places.add(self.layout.layers)
         return {place: at(place) for place in places}
-
-    def _tensors(self, group: str) -> list[str]:
-        """Return the names of a group's tensors."""
-        return [name for name, other in self.layout.group_of.items() if other == group]
 
     def prices(
         self, types: Sequence[str], found: Iterable[Price], filled: bool = False

@@ -73,8 +73,9 @@ class Prices:
             if len({price.v_KN.shape for price in priced}) > 1:
                 raise ValueError("its prices are of different numbers of windows")
             every = {group for of in types.values() for group in of}
-            whole = [of for of in types.values() if of.keys() == every]
-            if IMPOSSIBLE in of_types or (types and not whole):
+            if IMPOSSIBLE in of_types or (
+                types and all(of.keys() != every for of in types.values())
+            ):
                 raise ValueError("a group of tensors has no price")
         if other:
             raise MoesaicError(

@@ -21,7 +21,6 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.exports.allocation import (
-    OF_A_BIT,
     Layout,
     Numbers,
     Price,
@@ -304,9 +303,9 @@ class Search:
         file, prices = self._table
         lacking = [c for c in priced_configs(self.forms) if key_of(c) not in prices.steps]
         quantised = self.files.original.quantised if self.files and self._tensor_types else None
-        groups = quantised.groups.keys() if quantised else {*()}
+        groups = {*quantised.groups} if quantised else set[str]()
         types = [t for t in self._tensor_types if prices.types.get(t, {}).keys() != groups]
-        if any(quantised and not of.keys() <= groups for of in prices.types.values()):
+        if quantised and any(not of.keys() <= groups for of in prices.types.values()):
             raise MoesaicError(
                 f"{file} has prices of other tensors. Remove it, and the table is made anew."
             )
@@ -381,7 +380,7 @@ class Search:
     def _of_one_type(self, type: str) -> Numbers:
         """Return the estimated KL by sample of the original's file in one type.
 
-        llama.cpp gives some tensors of a group other types: each bit changes KL fourfold.
+        llama.cpp gives some tensors of a group other types.
         """
         assert self.files is not None
         if not self._tensor_types:
@@ -392,7 +391,7 @@ class Search:
         for group, price in self._prices_in(layout)[alike].items():
             wanted = layout.types_in(group, alike)
             found = {name: types.get(name, type) for name, type in wanted.items()}
-            prices.append(price * OF_A_BIT ** (layout.bits(wanted) - layout.bits(found)))
+            prices.append(price * layout.growth(wanted, found))
         return Price.together(prices).kl_S
 
     def _prices_in(self, layout: Layout) -> PriceTable:
@@ -413,7 +412,7 @@ class Search:
     # --- sizes -----------------------------------------------------------------------------------
 
     def _check_needed(self) -> None:
-        """Refuse a budget that the model meets as it is."""
+        """Refuse a budget that the model meets as it is, or that no file meets."""
         if self.files:
             _ = self.files.original  # a converter that refuses is asked once, before all else
             if self._tensor_types and self._least() > (self.config.memory or 0):
