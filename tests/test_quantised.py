@@ -505,8 +505,8 @@ def test_widths_that_no_block_divides_are_refused_at_once(mxfp4, tmp_path, refus
 
 
 def test_experts_in_groups_are_slimmed_to_whole_ones(int4, tmp_path, refused):
-    """transformers loads no layer whose experts are in part in groups: at 7ec61117 it filled the
-    down projections with random numbers."""
+    """transformers fills plain down projections beside gates and ups in groups with random
+    numbers."""
     ask = "slim", int4, tmp_path / "out", "--no-eval", "--score", "magnitude"
     refused("keep 0.75 is out of reach with multiple 16 of 32", *ask, "--keep", "0.75")
     said = "--multiple 8: this checkpoint stores experts in blocks of 16"
@@ -731,7 +731,7 @@ def test_a_format_that_is_not_read_is_refused_by_its_name(said, beside, words, t
 
 @pytest.mark.parametrize("base", ["fp8", "int4"])
 def test_a_chain_in_memory_is_rebuilt_by_its_plan(base, request, tmp_path):
-    """In the type that it was in there: at 80124811 apply quantised it again."""
+    """In the type that it was in there, and not quantised again."""
     folder = str(request.getfixturevalue(base))
     few = PruneConfig(keep=4, score="frequency", refit=False)
     first = verb("prune", folder, few, calibration=TEXT)

@@ -338,7 +338,7 @@ def test_without_a_tokenizer_token_ids_will_do(verb, llama_folder, tokens, tmp_p
 
 
 def test_nothing_is_continued_with_another_config(tmp_path):
-    """At 7ec61117 early layers were decided by the old one, later ones by the new."""
+    """Or layers would be decided by two of them."""
     base = stored(tiny_moe("mixtral"), tmp_path / "base")
     text = {"calibration": pages("calibration"), "samples": 2, "length": 16}
     stats = moesaic.observe(base, tmp_path / "model.stats", **text)

@@ -206,7 +206,7 @@ def test_a_push_that_is_refused_leaves_the_result(hub, refused, tmp_path, monkey
 
 
 def test_a_connection_that_fails_while_pushing_is_named(hub, refused, tmp_path, monkeypatch):
-    """At 7ec61117 "a fault of moesaic"."""
+    """It is no fault of ours, and the result is not lost."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     err = refused("push", "prune", "tiny-moe", tmp_path / "out", *QUICK, "--push", "me/it")
     assert "failed (ConnectError" in err
@@ -402,7 +402,7 @@ def test_a_repository_that_is_no_model_is_refused_before_anything_large_is_fetch
 
 
 def test_a_branch_that_moves_is_read_at_one_commit(hub, moe_folder, monkeypatch):
-    """At 7ec61117 a run could measure one commit and convert another."""
+    """Or a run would measure one commit and convert another."""
     hub["you/it"], revisions = contents(moe_folder), []
     model_info = HfApi.model_info
 

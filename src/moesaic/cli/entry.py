@@ -142,7 +142,7 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding may lack characters
         sys.stdout.reconfigure(errors="replace")
     set_environment()
-    # several processes are ended by their launcher; threads of other programs take no signals
+    # a launcher of several ends them by it; Python handles signals in the main thread alone
     if not _several() and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's Ctrl-C
     with exit_on_error():

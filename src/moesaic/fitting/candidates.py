@@ -24,6 +24,7 @@ from moesaic.fitting.config import FitConfig
 from moesaic.io.source import Source
 from moesaic.losses import significantly_worse
 from moesaic.methods import METHODS
+from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.score import Score
 from moesaic.plans.condensed import cache_leaders
 from moesaic.sizes import ResultSize, Skeleton, Steps, conversions, steps_as_json
@@ -120,12 +121,11 @@ def _shape(source: Source, config: FitConfig) -> Shape:
     itemsize = next(model.parameters()).element_size()
     multiple = BLOCK if config.types else 16 // itemsize  # rows of 16 bytes are what kernels like
     layers, types = arch.layers(model), tensor_types(config.types) if config.types else ()
-    blocks = {block_of(type) for type in types} - {1}
-    wider = tuple(blocks | {BLOCK} if blocks else ())  # types of longer ones have a substitute
+    lengths = {block_of(type) for type in types} - {1}
+    blocks = (*lengths | {BLOCK},) if lengths else ()  # types of longer ones have a substitute
     if not isinstance(arch, MoEArch):
         widths = [arch.width_of(layer) for layer in layers]
-        sizes = len(layers), min(widths), multiple
-        return Shape(*sizes, native=config.native_only, blocks=wider)
+        return Shape(len(layers), min(widths), multiple, native=config.native_only, blocks=blocks)
     routed = arch.moe_layers(model)
     view = arch.mixture(layers[routed[0]])
     return Shape(
@@ -138,7 +138,7 @@ def _shape(source: Source, config: FitConfig) -> Shape:
         top_k=0 if arch.chosen is None else view.top_k,
         shared=bool(view.shared_width),
         uneven=not view.odd and not config.native_only,
-        blocks=wider,
+        blocks=blocks,
         # llama.cpp wants experts in every layer
         replaceable=arch.entry is None and not config.types,
         leaders=len(cache_leaders(source.config) & {*routed}),
@@ -225,7 +225,9 @@ class Candidate:
     def kind(self) -> str:
         """Words for what the steps do: ``narrow``, ``drop and quantise``."""
         words = [
-            WIDEN if getattr(step, "pads", False) else KINDS.get(step.verb, step.verb)
+            WIDEN
+            if isinstance(step, SlimConfig) and step.widens
+            else KINDS.get(step.verb, step.verb)
             for step in self.conversions
         ]
         return " and ".join(words) or QUANTISE

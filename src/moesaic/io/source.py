@@ -492,7 +492,10 @@ def _is_small(file: str) -> bool:
 
 
 def _unreachable(name: str, error: Exception) -> Exception:
-    """Return the error for a repository that cannot be fetched, with the reason."""
+    """Return the error for a repository that cannot be fetched, with the reason and advice.
+
+    A full disk's own error is returned as it is.
+    """
     reason, status = reason_of_hub(error)
     numbers = {getattr(one, "errno", None) for one in with_causes(error)}
     if numbers & {*FULL}:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from math import isqrt
 from pathlib import Path
@@ -39,7 +38,6 @@ from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
 from moesaic.observation.stats import GRAM, OF_TOKENS, OF_WEIGHTS, Stats, Tally, layer_stats
 from moesaic.plan import differences
-from moesaic.surgery import settings_digest
 from moesaic.types import JSON, Named, Values
 
 FORMAT = 5
@@ -92,8 +90,8 @@ class Observation:
                 )
             file = StatsFile(Path(path))
             job.warn_of_text()
-            seen = {name: file.header[name] for name in ("base", "settings")}
-            now = {"base": asdict(job.base), "settings": settings_digest(job.original.config)}
+            both = file.header, job.request({})
+            seen, now = ({name: of[name] for name in ("base", "settings")} for of in both)
             if others := differences(seen, now):
                 raise MoesaicError(f"{path} was observed on another model than this: {others[0]}.")
             if "gram_SP" in self.needs and not file.header["gram"]:

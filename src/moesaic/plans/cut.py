@@ -192,8 +192,8 @@ class CutLayer(LayerPlan):
                 raise ValueError(
                     f"experts had {quote(self.before, 20)} neurons, and have {sizes.width}"
                 )
-            lists, most = len(self.neurons_EW), WIDENED * sizes.width
-            check_numbers("neurons", self.neurons_EW, sizes.width, True, lists, most)
+            room = {"lists": len(self.neurons_EW), "places": WIDENED * sizes.width}
+            check_numbers("neurons", self.neurons_EW, sizes.width, padding=True, **room)
         if not sizes.experts and (self.shared_S, self.top_k, self.beta) != (None, None, None):
             raise ValueError("it has no router and no shared path")
         check_numbers("shared neurons", self.shared_S, sizes.most, padding=True)

@@ -230,8 +230,8 @@ class SlimConfig(MethodConfig):
             widest, options = "slim by layer and expert", {**options, "allocate": "layers+experts"}
             few = 3
         if model.shared:
-            narrow = {"shared": 0.5, "fills": model.native, **options}
-            yield family(f"{widest}, shared", shares, few, **narrow)
+            both = {**options, "shared": 0.5}
+            yield family(f"{widest}, shared", shares, few, fills=model.native, **both)
         if model.uneven:
             yield family(widest, shares, few, fills=True, **options)
 
@@ -279,19 +279,19 @@ class SlimConfig(MethodConfig):
         return self.experts == "auto" or self.by_layer
 
     @property
-    def pads(self) -> bool:
+    def widens(self) -> bool:
         """True if nothing is removed and widths are rounded up."""
         uniform = self.allocate == "uniform" and self.shared is None
         return self.keep == 1 and self.multiple is not None and uniform
 
     @property
     def idle(self) -> str:
-        return "" if self.shared or self.pads else super().idle
+        return "" if self.shared or self.widens else super().idle
 
     def check(self) -> None:
         if self.experts not in ("all", "auto") and not self.count:
             raise MoesaicError(f"experts {self.experts!r} is none of all, auto, or a number.")
-        if self.pads and (self.refit or self.experts != "all"):
+        if self.widens and (self.refit or self.experts != "all"):
             raise MoesaicError(
                 "keep 1 with a multiple only adds neurons of zeros: leave refit and experts out."
             )

@@ -107,7 +107,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return arch
 
     def resolve_defaults(self, job: Job[Arch]) -> Iterator[str]:
-        if self.config.pads:
+        if self.config.widens:
             self.config = replace(self.config, score="magnitude", refit=False)
         elif self.config.score is None:
             views = [job.arch.view(job.layers[i]) for i in observed_layers(job)]
@@ -154,20 +154,22 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         multiple = self._multiple(job)
         if config.uneven:
             self._check_uneven(views)
-        if config.pads and not any(view.width % (multiple or 1) for view in views.values()):
-            raise MoesaicError(f"keep 1 removes nothing, and multiple {multiple} adds nothing.")
         dtype = job.dtype or next(job.skeleton.parameters()).dtype
         row = ROW // dtype.itemsize if mixture and not config.uneven else 1
         block = job.format.columns if job.format and multiple is None else 0
         sizes: dict[int, list[Size]] = {}
         for i, view in views.items():
-            if config.uneven:
+            if config.widens:
+                options = [self._wider(view, multiple or 1)]
+            elif config.uneven:
                 options = [self._uneven_size(view, multiple or 1)]
             else:
                 options = self._even_sizes(job, i, multiple, row, block)
             if config.by_layer:  # the result is not native, so engines set no multiple
                 options = self._spread(options[0], multiple or row)
             sizes[i] = [self._with_shared(view, size) for size in options]
+        if config.widens and all(size.width == size.before for (size,) in sizes.values()):
+            raise MoesaicError(f"keep 1 removes nothing, and multiple {multiple} adds nothing.")
         every = {size.width for options in sizes.values() for size in options}
         odd = sorted(width for width in every if block and width % block)
         if odd and not config.uneven and job.args.track is not silent:  # searches try many widths
@@ -195,15 +197,6 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         config, view = self.config, job.arch.view(job.layers[layer])
         sizes = []
         for count in self._counts(job, layer, view):
-            if config.pads and multiple:
-                width = -(-view.width // multiple) * multiple
-                if width > WIDENED * view.width:
-                    raise MoesaicError(
-                        f"multiple {multiple} is out of reach: {view.width} neurons become at most "
-                        f"{WIDENED * view.width}."
-                    )
-                sizes.append(Size(count, width, count * view.width, view.width, multiple))
-                continue
             target = config.keep * view.count * view.width / count
             whole = in_blocks(view.width, target, block)
             try:
@@ -219,6 +212,15 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
                 f"{multiple}. Another keep or multiple would."
             )
         return sizes
+
+    def _wider(self, view: FFN, multiple: int) -> Size:
+        """Return the size of a layer whose experts are filled up with zeros to a multiple."""
+        width = -(-view.width // multiple) * multiple
+        if width > (most := WIDENED * view.width):
+            raise MoesaicError(
+                f"multiple {multiple} is out of reach: {view.width} neurons become at most {most}."
+            )
+        return Size(view.count, width, view.count * view.width, view.width, multiple)
 
     def _multiple(self, job: Job[Arch]) -> int | None:
         """Return the number that widths must be a multiple of; None if any width will do."""
@@ -374,8 +376,8 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             groups: router groups; the same number of experts is removed from each.
         """
         config, reach_EM = self.config, stats["reach_EM"]
-        width = min(size.width, size.before)
-        kept, neurons_NW = choose(score_EM, size.count, width, reach_EM, groups)
+        most = min(size.width, size.before)
+        kept, neurons_NW = choose(score_EM, size.count, most, reach_EM, groups)
         if config.uneven:
             neurons_NW = highest_in_layer(score_EM, size.neurons, reach_EM, config.multiple or 1)
         analysis: JSON = {}
@@ -384,9 +386,9 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             analysis = {"relative_loss": lost, "calls": stats["calls_E"].tolist()}
         form = None if config.uneven else case.job.format  # no format has uneven experts
         columns = form.columns if form else 0  # that share a scale, which most are to keep
-        orders_EW = torch.stack([in_groups(order_W, columns) for order_W in neurons_NW])
-        if size.width > width:
-            orders_EW = torch.stack([filled_up(order_W, size.width) for order_W in orders_EW])
+        room = max(size.width, neurons_NW.shape[1])
+        orders = (filled_up(in_groups(order_W, columns), room) for order_W in neurons_NW)
+        orders_EW = torch.stack([*orders])
         view, order_S = case.view, None
         if not isinstance(view, MoEFFN):
             return CutLayer(None, orders_EW, size.before), analysis
@@ -480,7 +482,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         before = span([layer.shape["of"] for layer in changed])
         mixture = any(layer.experts for layer in changed)
         each = " an expert" if mixture else " a layer"
-        if config.pads:
+        if config.widens:
             words = f"filled up with zeros from {before} to {neurons} neurons{each}"
             text = f"Nothing is removed: widths are {words}."
             return Summary(words, text, {"layers": [_as_output(x, decision.plan) for x in layers]})
